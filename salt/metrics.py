@@ -1,0 +1,164 @@
+"""The run directory: what was asked for, what happened at every step, and a figure of it.
+
+    config.json     the configuration in full, argv, seed, versions, commit
+    metrics.jsonl   one line per step; what depends on the clock is under "system"
+    curves.png      redrawn now and then
+    checkpoints/    salt/checkpoint.py
+    final/          the trained model as an ordinary Hugging Face folder
+
+Departures from the paper: none.
+"""
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from salt.advantages import Reweighted
+from salt.errors import UserError
+from salt.geometry import group_geometry, residual_diagnostic, update_deviation
+
+PANELS = (
+    ("accuracy", {"pass_rate": "train, pass rate", "eval_pass@1": "test, pass@1", "eval_pass@8": "test, pass@8"}),
+    ("effective sample size", {"n_eff_total": "$n_{eff}$ total", "n_eff_in": "$n_{eff}$ within groups",
+                               "alpha": r"$\alpha_t$"}),
+    ("dimension", {"pr_total": "PR total", "rank": "$k_t$", "pr_in": "PR within groups"}),
+    ("policy entropy (nats per token)", {"entropy": "entropy"}),
+    ("response length (tokens)", {"length": "mean length"}),
+    ("deviation from GRPO", {"d_a": "$D_a$", "d_g": "$D_g$", "no_signal_share": "share of $\\|a'\\|^2$ without signal"}),
+)
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parents[1]
+    try:
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        dirty = subprocess.run(["git", "-C", root, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")) if head.returncode == 0 else "unknown"
+
+
+def provenance() -> dict:
+    """Where a number came from: versions, commit, machine."""
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "math-verify")}
+    return {"argv": sys.argv, "python": platform.python_version(), "versions": versions, "commit": _commit(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+
+
+class RunDirectory:
+    """Files of one run. `create` refuses a folder that holds something; `open` is for --resume."""
+
+    def __init__(self, path: Path):
+        self.path, self.checkpoints, self.final = path, path / "checkpoints", path / "final"
+        self._metrics = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, config: dict) -> "RunDirectory":
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} already holds something: choose another --output, or --resume {path}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "config.json").write_text(json.dumps(config | {"provenance": provenance()}, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write to {path}: {error.strerror}") from error
+        return cls(path)
+
+    @staticmethod
+    def config(path: Path) -> dict:
+        """The configuration a run was started with."""
+        try:
+            recorded = json.loads((path / "config.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(f"{path} is not a run directory: its config.json cannot be read ({error})") from error
+        recorded.pop("provenance", None)
+        return recorded
+
+    def records(self) -> list[dict]:
+        """The lines written so far; a last line that was cut off is left out."""
+        if not self._metrics.exists():
+            return []
+        whole = [line for line in self._metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in whole]
+
+    def rewind(self, step: int) -> None:
+        """Forget the lines after `step`: they are about to be computed again."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        temporary = self._metrics.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        temporary.replace(self._metrics)
+
+    def log(self, record: dict) -> None:
+        """Append one line. NaN and infinity are not JSON: they become null."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def draw(self) -> Path:
+        """curves.png from metrics.jsonl."""
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        records = self.records()
+        figure, axes = pyplot.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
+        for axis, (title, series) in zip(axes.flat, PANELS):
+            for name, label in series.items():
+                points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+                if points:
+                    axis.plot(*zip(*points), label=label, linewidth=1.6,
+                              marker="o" if name.startswith("eval") else None)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("step")
+            axis.spines[["top", "right"]].set_visible(False)
+            if axis.lines:
+                axis.legend(fontsize=8, frameon=False)
+            else:
+                axis.text(0.5, 0.5, "not measured in this run", ha="center", transform=axis.transAxes, color="gray")
+        axes[0, 0].set_ylim(0, 1)
+        figure.suptitle(self.path.name, fontsize=11)
+        target = self.path / "curves.png"
+        figure.savefig(target, dpi=110)
+        pyplot.close(figure)
+        return target
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coefficients: Tensor,
+                     reweighted: Reweighted | None) -> dict[str, float]:
+    """What the K of a mini-batch says: redundancy (App. D.1), the residual bottleneck with the errors of Eq. 10 and 11
+    (App. B), and with SALT the channels and the deviation from the base algorithm (App. F.5)."""
+    if not torch.isfinite(gram).all():
+        return {"gram_not_finite": 1.0}
+    record = group_geometry(gram, advantages, group_size)
+    residual = residual_diagnostic(gram, advantages, group_size)
+    slack = 1 + 1e-5                                                        # the advantages are float32
+    record |= {"rho": (residual["e_residual"].sum() / residual["e_total"].sum().clamp_min(1e-300)).item(),
+               "update_norm": residual["update_norm"].mean().item(), "residual_bound": residual["bound"].mean().item(),
+               "eq10_error": residual["identity_error"].max().item(),
+               "eq11_violations": ((residual["update_norm"] > slack * residual["bound_signed"])
+                                   | (residual["bound_signed"] > slack * residual["bound"])).sum().item()}
+    if reweighted is not None:
+        silent = (advantages.view(-1, group_size) == 0).all(1).repeat_interleave(group_size)
+        energy = coefficients.square()
+        record |= update_deviation(gram, advantages, coefficients, reweighted.basis)
+        record |= {"alpha": reweighted.alpha.mean().item(), "rank": reweighted.rank.double().mean().item(),
+                   "rank_share": reweighted.rank.sum().item() / len(advantages),
+                   "no_signal_share": (energy[silent].sum() / energy.sum().clamp_min(1e-30)).item()}
+    return record
+
+
+def mean_of(records: list[dict]) -> dict:
+    """Mean over mini-batches, for every key that any of them has."""
+    keys = dict.fromkeys(key for record in records for key in record)
+    return {key: sum(values) / len(values) for key in keys if (values := [r[key] for r in records if key in r])}

@@ -1,0 +1,230 @@
+"""Models: presets, prompts in a model's own format, and the two passes over sampled responses.
+
+Glossary
+    paper             name           shape     equation
+    h_t               hidden         (N, d)    19    the state that predicts response token t, packed over responses
+    o_t               tokens         (N,)      1     the sampled tokens, EOS included
+    |o_i|             lengths        (m,)      3
+    W_out, b_out      weight, bias   (V, d)    19    the LM head
+    log π(o_t)        logprobs       (N,)      1     of logits / temperature
+
+"Packed" means: the responses' values one after another, without padding, N = Σ lengths. Prompt positions never meet
+the LM head.
+
+Departures from the paper
+    1. The temperature of the sampler divides the logits here too (EQUATIONS: scored otherwise, E[∇ log π] is not 0).
+    2. Models stay in evaluation mode: dropout would make the ratio of Eq. 3 differ from 1 on the first update.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from salt.errors import UserError
+from salt.proxy import token_statistics
+from salt.rollout import Rollouts
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+PRESETS = {
+    "tiny": None,                                          # made on the spot by toy/arithmetic.py
+    "deepseek-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    "deepseek-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+}
+CHUNK_ELEMENTS = 2 ** 26                                   # logits held at a time: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class Head:
+    """The LM head: logits = hidden · weightᵀ + bias."""
+    weight: Tensor                    # (V, d)
+    bias: Tensor | None               # (V,)
+    tied: bool                        # shared with the input embedding: its gradient is then not Eq. 19's alone
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the pass without gradients knows of every response token, packed (N,), and the states (N, d)."""
+    tokens: Tensor
+    lengths: Tensor                   # (m,)
+    logprobs: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    delta_norms: Tensor               # ‖p_t − e_{o_t}‖
+    hidden: Tensor | None
+
+    def select(self, responses: Tensor) -> "Scored":
+        """The same for some of the responses, in their given order."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        index = torch.cat([torch.arange(s, s + n) for s, n in zip(starts[responses], self.lengths[responses])])
+        return Scored(self.tokens[index], self.lengths[responses], self.logprobs[index], self.entropy[index],
+                      self.logsumexp[index], self.delta_norms[index],
+                      None if self.hidden is None else self.hidden[index])
+
+
+def resolve(name: str, *, seed: int = 0) -> str:
+    """A preset, a Hugging Face folder or a hub id -> something `from_pretrained` takes."""
+    if name == "tiny":
+        from toy.arithmetic import WarmStart, warm_start
+        return str(warm_start(WarmStart(seed=seed)))
+    if name in PRESETS:
+        return PRESETS[name]
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise UserError(f"{name} holds no config.json: it is not a Hugging Face model folder")
+        return name
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f"unknown model {name!r}: one of {', '.join(PRESETS)}, a folder, or a hub id such as org/name")
+    return name
+
+
+def load(source: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32):
+    """Model and tokenizer of a folder or hub id, checked: master weights in `dtype`, LM head of the plain form."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load {source}: {str(error).strip().splitlines()[0]}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {source} has no end-of-sequence token")
+    model.to(device).eval()
+    check_head(model, source)
+    return model, tokenizer
+
+
+def lm_head(model) -> Head:
+    layer = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    return Head(layer.weight, getattr(layer, "bias", None), embedding is not None and embedding.weight is layer.weight)
+
+
+@torch.no_grad()
+def check_head(model, name: str = "the model") -> None:
+    """UserError unless logits = hidden · W_outᵀ + b_out: Eq. 19 knows no soft-capping, scaling or missing head."""
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{name} has no output projection (LM head): take a causal language model")
+    tokens = torch.arange(4, device=model.device).unsqueeze(0)
+    head = lm_head(model)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    plain = F.linear(states, head.weight, head.bias)
+    if (logits - plain).abs().max() > 1e-2 * plain.abs().max().clamp_min(1e-6):
+        raise UserError(f"{name} does more to its logits than W h + b (soft-capping or scaling): not supported")
+
+
+def encode_prompt(tokenizer, question: str, instruction: str = "") -> list[int]:
+    """Token ids of a prompt: in the tokenizer's chat template where it has one, as plain text otherwise.
+
+    The instruction goes to the end of the user's turn, there is no system prompt. A rendered template already holds its
+    BOS, so no special token is added a second time.
+    """
+    text = f"{question}\n{instruction}" if instruction else question
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                             add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        raise UserError(f"the tokenizer of this model cannot spell the prompt {text[:40]!r}: model and data set do not fit")
+    return ids
+
+
+def micro_batches(lengths: list[int], size: int | None) -> Iterator[list[int]]:
+    """Indices in batches of at most `size` (None: all), similar lengths together so that little padding is computed."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    size = size or max(len(order), 1)
+    return (order[start:start + size] for start in range(0, len(order), size))
+
+
+def response_states(model, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
+    """Hidden states that predict each response token, packed: (N, d).
+
+    Rows are padded on the right: under causal attention no real position sees what follows it, so there is no mask.
+    """
+    rows = [prompt + response[:-1] for prompt, response in zip(prompts, responses)]
+    first = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    last = first + torch.tensor([len(response) for response in responses])
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
+    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state           # (b, width, d)
+    position = torch.arange(width)
+    keep = (position >= first.unsqueeze(1)) & (position < last.unsqueeze(1))
+    return states[keep.to(states.device)]
+
+
+def _chunk_logprobs(hidden: Tensor, tokens: Tensor, weight: Tensor, bias: Tensor | None, temperature: float,
+                    with_entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, weight, bias)
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    logsumexp = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logsumexp                          # Eq. 1
+    entropy = logsumexp - (logits.softmax(-1) * logits).sum(-1) if with_entropy else torch.zeros_like(logprobs)
+    return logprobs, entropy                                                                            # Eq. 70
+
+
+def token_logprobs(hidden: Tensor, tokens: Tensor, head: Head, temperature: float,
+                   with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities (and entropies, or zeros) of packed tokens: (N,), (N,).
+
+    In chunks that are recomputed in the backward pass, so that no (N, V) logits of a whole batch exist.
+    """
+    rows = max(1, CHUNK_ELEMENTS // len(head.weight))
+    arguments = (head.weight, head.bias, temperature, with_entropy)
+    if len(tokens) <= rows:
+        return _chunk_logprobs(hidden, tokens, *arguments)
+    parts = [checkpoint(_chunk_logprobs, h, t, *arguments, use_reentrant=False)
+             for h, t in zip(hidden.split(rows), tokens.split(rows))]
+    logprobs, entropy = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def pack_tokens(responses: list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor([token for response in responses for token in response], dtype=torch.long, device=device)
+
+
+def forward_logprobs(model, rollouts: Rollouts, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    """The pass with gradients over one micro-batch: packed log-probabilities and entropies (N,)."""
+    states = response_states(model, rollouts.prompts, rollouts.responses)
+    return token_logprobs(states, pack_tokens(rollouts.responses, states.device), lm_head(model), temperature,
+                          with_entropy)
+
+
+@torch.no_grad()
+def score(model, rollouts: Rollouts, temperature: float, *, micro_batch: int | None = None,
+          keep_hidden: bool = False) -> Scored:
+    """The pass without gradients over a batch: old log-probabilities, entropies, and what the Gram needs."""
+    head = lm_head(model)
+    rows = max(1, CHUNK_ELEMENTS // len(head.weight))
+    lengths = rollouts.lengths
+    columns: list[dict[str, Tensor]] = [{} for _ in lengths]
+    for indices in micro_batches([len(p) + n for p, n in zip(rollouts.prompts, lengths.tolist())], micro_batch):
+        part = rollouts.select(indices)
+        states = response_states(model, part.prompts, part.responses)
+        tokens = pack_tokens(part.responses, states.device)
+        chunks = [token_statistics(h, t, head.weight, bias=head.bias, temperature=temperature)
+                  for h, t in zip(states.split(rows), tokens.split(rows))]
+        packed = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | {"tokens": tokens}
+        if keep_hidden:
+            packed["hidden"] = states
+        for name, values in packed.items():
+            for index, piece in zip(indices, values.split(part.lengths.tolist())):
+                columns[index][name] = piece
+    joined = {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+    return Scored(lengths=lengths, hidden=joined.pop("hidden", None), **joined)
+
+
+def unpack(values: Tensor, lengths: Tensor) -> Tensor:
+    """(N,) packed -> (m, T) with zeros behind each response's end."""
+    return pad_sequence(values.split(lengths.tolist()), batch_first=True)
+
+
+def response_mask(lengths: Tensor) -> Tensor:
+    """(m,) -> (m, T) boolean: True on response tokens."""
+    return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
