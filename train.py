@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval import evaluate_problems, summarise
 from salt import checkpoint, models
 from salt.advantages import VARIANTS, group_advantages, reweight, scope_blocks
-from salt.data import DATASETS, Problem, PromptStream, load_problems, stable_seed
+from salt.data import NAMES, Problem, PromptStream, load_problems, stable_seed
 from salt.errors import Parser, UserError, run
+from salt.evaluation import evaluate_problems, summarise
 from salt.geometry import head_gradient_norm
 from salt.loss import (AGGREGATIONS, aggregate, clip_cov_mask, kl_cov_mask, kl_cov_penalty, kl_k3, policy_loss)
 from salt.metrics import RunDirectory, geometry_metrics, mean_of
@@ -43,7 +43,7 @@ def option(default, help: str, choices=None):
 class Config:
     """Table 4's values are the defaults. None: decided by --algo, --salt-preset or the model (see `settle`)."""
     model: str = option("tiny", f"{', '.join(models.PRESETS)}, a Hugging Face folder or a hub id")
-    dataset: str = option("arith", f"{', '.join(DATASETS)}, or a .jsonl or .parquet file with prompt and answer")
+    dataset: str = option("arith", f"{', '.join(NAMES)}, or a .jsonl or .parquet file with prompt and answer")
     split: str = option("train", "split to train on")
     data_dir: str | None = option(None, "folder with local copies of the data sets (default: the hub)")
     limit: int | None = option(None, "train on the first N problems only")
@@ -52,10 +52,10 @@ class Config:
 
     algo: str = option("grpo", "the base algorithm", ("grpo", "dapo"))
     salt: str | None = option(None, "reweight the advantages; --salt alone means --salt salt", tuple(VARIANTS))
-    salt_preset: str | None = option(None, "paper, or the authors' released code: scope, feature length, rank rule and "
-                                     "aggregation together", ("paper", "released-code"))
-    salt_scope: str | None = option(None, "responses that form one K: mini-batch, group, or a number of responses")
-    length_norm: str | None = option(None, "feature of a response: mean over its tokens (Eq. 19) or sum", ("mean", "sum"))
+    salt_preset: str | None = option(None, "the paper's, or the authors' released code's scope, feature length, rank "
+                                     "rule and aggregation together", ("paper", "released-code"))
+    salt_scope: str | int | None = option(None, "responses that form one K: mini-batch, group, or a number")
+    length_norm: str | None = option(None, "feature of a response: mean or sum over its tokens", ("mean", "sum"))
     rank_scale: float = option(1.0, "k_t = round(rank_scale * PR)")
     rank_max: int | None = option(None, "upper end of k_t")
     rank_below_full: bool | None = option(None, "k_t <= m - 1")
@@ -95,14 +95,14 @@ class Config:
     eval_samples: int = option(8, "responses per test problem")
     eval_temperature: float = option(0.6, "temperature of the evaluation")
     save_every: int = option(10, "steps between checkpoints")
-    diagnostics: str = option("on", "geometry in the log for runs without SALT too, and the theory checks", ("on", "off"))
+    diagnostics: str = option("on", "geometry and theory checks, also in runs without SALT", ("on", "off"))
     workers: int = option(2, "reward processes")
     reward_timeout: int = option(5, "seconds per verdict")
 
 
 TINY = {"batch_size": 32, "mini_batch": 16, "micro_batch": 128, "gen_batch": 48, "max_prompt": 16, "max_response": 48,
-        "steps": 60, "lr": 5e-4, "eval_every": 20}
-RELEASED_CODE = {"salt_scope": "8", "length_norm": "sum", "rank_max": 64, "rank_below_full": True,
+        "steps": 60, "lr": 1e-4, "eval_every": 20}
+RELEASED_CODE = {"salt_scope": 8, "length_norm": "sum", "rank_max": 64, "rank_below_full": True,
                  "aggregation": "token-mean"}
 PAPER = {"salt_scope": "mini-batch", "length_norm": "mean", "rank_below_full": False}
 MAY_CHANGE = ("steps", "save_every", "workers")                       # on --resume
@@ -114,8 +114,9 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None]:
                                      f"model has its own: {', '.join(f'{k} {v}' for k, v in TINY.items())}.")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
     for item in dataclasses.fields(Config):
-        kind = next(t for t in (bool, int, float, str) if t.__name__ in str(item.type))
-        extra = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": item.name[0].upper()}
+        kind = next(t for t in (bool, str, float, int) if t.__name__ in str(item.type))
+        extra = {"action": argparse.BooleanOptionalAction} if kind is bool else {
+            "type": kind, "metavar": item.name[0].upper()}
         if item.name == "salt":
             extra |= {"nargs": "?", "const": "salt"}
         default = "" if item.default is None else f" (default {item.default})"
@@ -148,7 +149,13 @@ def settle(given: dict) -> Config:
         "clip_low": 0.2, "clip_high": 0.28 if dapo and regularizer != "kl-cov" else 0.2}
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
     sizes = TINY if given.get("model", "tiny") == "tiny" else {}
-    return Config(**derived | preset | sizes | given)
+    config = Config(**derived | preset | sizes | given)
+    if str(config.salt_scope).isdigit():
+        config.salt_scope = int(config.salt_scope)
+    if config.output is None:
+        names = Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt
+        config.output = f"runs/{'-'.join(filter(None, names))}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return config
 
 
 def validate(config: Config) -> None:
@@ -157,23 +164,24 @@ def validate(config: Config) -> None:
         value, choices = getattr(config, item.name), item.metadata["choices"]
         if choices and value is not None and value not in choices:
             raise UserError(f"--{item.name.replace('_', '-')} {value}: one of {', '.join(choices)}")
-    for name in ("group_size", "batch_size", "mini_batch", "micro_batch", "epochs", "max_prompt", "max_response", "gen_batch",
-                 "max_gen_batches", "workers", "reward_timeout", "save_every", "eval_limit", "eval_samples"):
+    for name in ("group_size", "batch_size", "mini_batch", "micro_batch", "epochs", "max_prompt", "max_response",
+                 "gen_batch", "max_gen_batches", "workers", "reward_timeout", "save_every", "eval_limit",
+                 "eval_samples"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
     if config.batch_size % config.mini_batch:
         raise UserError(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
     if config.temperature <= 0:
-        raise UserError(f"--temperature {config.temperature}: training needs a positive temperature (greedy responses of "
-                        "a group are all the same)")
+        raise UserError(f"--temperature {config.temperature}: training needs a positive one (greedy responses "
+                        "of a group are all the same)")
     if config.top_p != 1.0 or config.top_k != 0:
         raise UserError("--top-p and --top-k are refused in training: responses from a cut distribution bias the ratio "
                         "pi / pi_old (Eq. 3); leave them out")
     size = config.mini_batch * config.group_size
-    if config.salt_scope not in ("mini-batch", "group"):
-        if not config.salt_scope.isdigit() or not 0 < int(config.salt_scope) or size % int(config.salt_scope):
-            raise UserError(f"--salt-scope {config.salt_scope}: mini-batch, group, or a number that divides the "
-                            f"mini-batch's {size} responses")
+    scope = config.salt_scope
+    if scope not in ("mini-batch", "group") and (not isinstance(scope, int) or scope < 1 or size % scope):
+        raise UserError(f"--salt-scope {scope}: mini-batch, group, or a number that divides the mini-batch's {size} "
+                        "responses")
 
 
 # -------------------------------------------------------------------------------------------------------------- set-up
@@ -215,16 +223,16 @@ def sample_mixed_groups(config: Config, sample, pool, leftover: tuple[Rollouts, 
         if len(verdicts) >= wanted:
             break
         if attempt == config.max_gen_batches:
-            raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both right "
-                            f"and wrong answers in {attempt} generation batches of {config.gen_batch} prompts: the data are "
-                            "too easy or too hard for this model (or raise --max-gen-batches)")
+            raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both "
+                            f"right and wrong answers in {attempt} generation batches of {config.gen_batch} prompts: "
+                            "the data are too easy or too hard for this model (or raise --max-gen-batches)")
         fresh, answers = sample(attempt)
         judged = pool.submit(fresh.texts, answers).result()
         groups = [range(start, start + config.group_size) for start in range(0, len(judged), config.group_size)]
         mixed = [i for group in groups if len({judged[i] for i in group}) > 1 for i in group]
         kept, verdicts, drawn = kept + fresh.select(mixed), verdicts + [judged[i] for i in mixed], drawn + judged
-    rest = range(wanted, len(verdicts))
-    return (kept.select(range(wanted)), verdicts[:wanted], (kept.select(rest), verdicts[wanted:]), drawn or verdicts[:wanted])
+    leftover = kept.select(range(wanted, len(verdicts))), verdicts[wanted:]
+    return kept.select(range(wanted)), verdicts[:wanted], leftover, drawn or verdicts[:wanted]
 
 
 # ----------------------------------------------------------------------------------------------------------- the log
@@ -236,8 +244,8 @@ def check_theory(step: int, record: dict) -> None:
     Tolerances are those of float32 advantages (6e-8 relative, summed over a group) and of a float32 backward pass.
     """
     if record.get("eq10_error", 0) > 1e-5 or record.get("eq11_violations", 0) > 0:
-        raise SystemExit(f"step {step}: the residual-only identity or its bound fails (Eq. 10: {record['eq10_error']:.1e}, "
-                         f"Eq. 11: {record['eq11_violations']:.0f} violations)")
+        raise SystemExit(f"step {step}: the residual-only identity or its bound fails (Eq. 10: "
+                         f"{record['eq10_error']:.1e}, Eq. 11: {record['eq11_violations']:.0f} violations)")
     if record.get("head_gradient_error", 0) > 1e-3:
         raise SystemExit(f"step {step}: the LM head's gradient does not have the norm sqrt(a'Ka'/m) that K predicts "
                          f"(relative error {record['head_gradient_error']:.1e})")
@@ -257,8 +265,8 @@ def choose_tokens(config: Config, logprobs: Tensor, old: Tensor, coefficients: T
     return None
 
 
-def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: Tensor, old: Tensor, reference: Tensor | None,
-           *, seed: int, first: bool, head_check: bool) -> dict[str, float]:
+def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: Tensor, old: Tensor,
+           reference: Tensor | None, *, seed: int, first: bool, head_check: bool) -> dict[str, float]:
     """Loss over one mini-batch in micro-batches, backward, clip, step. old, reference: (m, T).
 
     `first`: the policy still is the one that wrote the responses. `head_check`: also measure ‖∂L/∂W_out‖ of the policy
@@ -274,25 +282,27 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
     optimizer.zero_grad(set_to_none=True)
     head = models.lm_head(model).weight
     totals, head_gradient = {}, 0.0
-    for rows in models.micro_batches([len(p) + n for p, n in zip(rollouts.prompts, lengths.tolist())], config.micro_batch):
+    for rows in models.micro_batches(rollouts.total_lengths, config.micro_batch):
         part = rollouts.select(rows)
         logprobs, entropy = models.forward_logprobs(model, part, config.temperature, config.regularizer == "entropy")
         logprobs, width = models.unpack(logprobs, part.lengths), int(part.lengths.max())
-        token = lambda grid: grid[rows][:, :width]                                         # (m, T) -> this micro-batch's
-        mean = lambda values: aggregate(values, token(mask), config.aggregation, denominator)
-        policy, stats = policy_loss(logprobs, token(old), coefficients[rows], token(mask), clip_low=config.clip_low,
-                                    clip_high=config.clip_high, aggregation=config.aggregation, denominator=denominator,
-                                    clip=config.regularizer != "kl-cov",
-                                    excluded=token(chosen) if config.regularizer == "clip-cov" else None)
+        old_part, mask_part = old[rows, :width], mask[rows, :width]
+        chosen_part = None if chosen is None else chosen[rows, :width]
+        over_tokens = {"aggregation": config.aggregation, "denominator": denominator}
+        policy, stats = policy_loss(logprobs, old_part, coefficients[rows], mask_part, clip_low=config.clip_low,
+                                    clip_high=config.clip_high, clip=config.regularizer != "kl-cov",
+                                    excluded=chosen_part if config.regularizer == "clip-cov" else None, **over_tokens)
         loss = policy                                                                                # Eq. 3 or 69
         stats["policy_loss"] = policy.item()
         if reference is not None:
-            kl = mean(kl_k3(logprobs, token(reference)))                                                # Eq. 68
+            kl = aggregate(kl_k3(logprobs, reference[rows, :width]), mask_part, **over_tokens)            # Eq. 68
             loss, stats["kl"] = loss + config.kl_coef * kl, kl.item()
         if config.regularizer == "entropy":
-            loss = loss - config.entropy_coef * mean(models.unpack(entropy, part.lengths))              # Eq. 71
+            entropy = models.unpack(entropy, part.lengths)
+            loss = loss - config.entropy_coef * aggregate(entropy, mask_part, **over_tokens)              # Eq. 71
         if config.regularizer == "kl-cov":
-            loss = loss + mean(kl_cov_penalty(logprobs, token(old), token(chosen), coef=config.kl_cov_coef))
+            penalty = kl_cov_penalty(logprobs, old_part, chosen_part, coef=config.kl_cov_coef)
+            loss = loss + aggregate(penalty, mask_part, **over_tokens)
         if head_check:
             head_gradient = head_gradient + torch.autograd.grad(policy, head, retain_graph=True)[0]
         loss.backward()
@@ -301,15 +311,26 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     optimizer.step()
     tokens = max(totals.pop("tokens"), 1)
-    record = totals | {"clip_fraction": totals.pop("clipped") / tokens, "ratio_minus_one": totals["ratio_minus_one"] / tokens,
-                       "grad_norm": norm.item()}
-    return record | ({"head_gradient": head_gradient.norm().item()} if head_check else {})
+    totals["clip_fraction"] = totals.pop("clipped") / tokens
+    totals["ratio_minus_one"] /= tokens
+    totals["grad_norm"] = norm.item()
+    return totals | ({"head_gradient": head_gradient.norm().item()} if head_check else {})
 
 
-# --------------------------------------------------------------------------------------------------------- the whole run
+def form_gram(config: Config, head: models.Head, scored: models.Scored, step: int) -> Tensor:
+    """Eq. 4 and 19 for the responses of a mini-batch: (m, m)."""
+    try:
+        return lm_head_gram(scored.hidden, scored.tokens, scored.lengths, head.weight.detach(), bias=head.bias,
+                            temperature=config.temperature, length_norm=config.length_norm,
+                            logsumexp=scored.logsumexp, delta_norms=scored.delta_norms)
+    except ValueError as error:                                  # the model itself has diverged
+        raise SystemExit(f"step {step}: {error}") from error
 
 
-def train(config: Config, resume: Path | None, pool=None) -> RunDirectory:
+# -------------------------------------------------------------------------------------------------------- the whole run
+
+
+def train(config: Config, resume: Path | None, pool) -> RunDirectory:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
     test = load_problems(config.dataset, split="test", data_dir=config.data_dir, limit=config.eval_limit) \
@@ -317,117 +338,116 @@ def train(config: Config, resume: Path | None, pool=None) -> RunDirectory:
     model, tokenizer = models.load(models.resolve(config.model, seed=config.seed), device=device)
     prompts = encode_problems(problems, tokenizer, config.max_prompt)
     stream = PromptStream([problem for problem in problems if problem.id in prompts], config.seed)
-    needed = config.gen_batch if config.algo == "dapo" else config.batch_size           # prompts drawn at a time
+    drawn_at_once = config.gen_batch if config.algo == "dapo" else config.batch_size
     budget = config.epochs * len(prompts)                                               # prompts in all epochs
-    total = min(config.steps or sys.maxsize, budget // (config.batch_size if config.algo == "grpo" else 1))
-    if budget < needed:
-        raise UserError(f"{config.epochs} epochs of {len(prompts)} prompts do not fill one batch of {needed}")
+    if budget < drawn_at_once:
+        raise UserError(f"{config.epochs} epochs of {len(prompts)} prompts do not fill one batch of {drawn_at_once}")
+    total = min(config.steps or sys.maxsize, budget // (1 if config.algo == "dapo" else config.batch_size))
     reference = copy.deepcopy(model).requires_grad_(False) if config.kl_coef > 0 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     sampler = TransformersSampler(model, tokenizer)
+    head = models.lm_head(model)
     leftover, entropy_range, done = (Rollouts([], [], [], []), []), None, 0
 
+    settings = dataclasses.asdict(config)
     if resume is None:
-        run_directory = RunDirectory.create(Path(config.output), dataclasses.asdict(config))
+        run_directory = RunDirectory.create(Path(config.output), settings)
     else:
-        run_directory = RunDirectory(resume)
-        state = checkpoint.latest(run_directory.checkpoints)
+        run_directory, state = RunDirectory(resume), checkpoint.latest(resume / "checkpoints")
         if state is None:
-            print(f"no checkpoint in {resume}: starting from step 0")
+            print(f"no checkpoint in {resume}: starting from the beginning")
         else:
-            checkpoint.check(state, dataclasses.asdict(config), MAY_CHANGE)
+            checkpoint.check(state, settings, MAY_CHANGE)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             stream.load(state["stream"])
-            leftover, entropy_range, done = (Rollouts(*state["leftover"][0]), state["leftover"][1]), state["entropy_range"], state["step"]
+            leftover = Rollouts(**state["leftover"]["rollouts"]), state["leftover"]["verdicts"]
+            entropy_range, done = state["entropy_range"], state["step"]
         run_directory.rewind(done if state else -1)
 
-    def evaluate(step: int) -> dict[str, float]:
-        rows = evaluate_problems(sampler, tokenizer, test, pool, samples=config.eval_samples, temperature=config.eval_temperature,
-                                 max_tokens=config.max_response, seed=stable_seed(config.seed, "evaluation"))
-        summary = summarise(list(rows), ks=sorted({1, config.eval_samples}))
-        return {f"eval_{key}": summary[key] for key in summary}
+    def forward_only(policy, rollouts: Rollouts, **options) -> models.Scored:
+        return models.score(policy, rollouts, config.temperature, micro_batch=config.micro_batch, **options)
+
+    def evaluate() -> dict[str, float]:
+        rows = evaluate_problems(sampler, tokenizer, test, pool, samples=config.eval_samples,
+                                 temperature=config.eval_temperature, max_tokens=config.max_response,
+                                 seed=stable_seed(config.seed, "evaluation"))
+        return {f"eval_{key}": value for key, value in summarise(list(rows), ks=(1, config.eval_samples)).items()}
 
     print(f"{run_directory.path}: {config.model} on {config.dataset}, {config.algo}"
           f"{f' + SALT ({config.salt}, scope {config.salt_scope})' if config.salt else ''}, {device}")
     if done == 0 and config.eval_every:
-        run_directory.log({"step": 0} | evaluate(0))
-    bar = tqdm(total=total if config.algo == "grpo" or config.steps else None, initial=done, unit="step",
-               dynamic_ncols=True, disable=None)
+        run_directory.log({"step": 0} | evaluate())
+    bar = tqdm(total=total if total < budget else None, initial=done, unit="step", dynamic_ncols=True, disable=None)
 
     for step in range(done + 1, total + 1):
-        if stream.taken + needed > budget:
+        if stream.taken + drawn_at_once > budget:
             break
         clock, started = Clock(), time.perf_counter()
-        torch.manual_seed(stable_seed(config.seed, "step", step))                   # nothing below depends on the past
+        torch.manual_seed(stable_seed(config.seed, "step", step))                  # nothing below depends on the past
 
-        # ---- sample: B prompts x G responses at temperature tau                                     Alg. 1, l.1
+        # ---- sample: B prompts x G responses at temperature tau                                          Alg. 1, l.1
         def sample(attempt: int) -> tuple[Rollouts, list[str]]:
-            chosen = stream.take(needed)
-            drawn = sampler.generate([prompts[p.id] for p in chosen], config.group_size, temperature=config.temperature,
-                                     max_tokens=config.max_response, seed=stable_seed(config.seed, "rollout", step, attempt))
-            return drawn, [p.answer for p in chosen for _ in range(config.group_size)]
+            chosen = stream.take(drawn_at_once)
+            fresh = sampler.generate([prompts[problem.id] for problem in chosen], config.group_size,
+                                     temperature=config.temperature, max_tokens=config.max_response,
+                                     seed=stable_seed(config.seed, "rollout", step, attempt))
+            return fresh, [problem.answer for problem in chosen for _ in range(config.group_size)]
 
         with clock("sample"):
             if config.algo == "dapo":
-                rollouts, verdicts, leftover, drawn = sample_mixed_groups(config, sample, pool, leftover)
+                rollouts, verdicts, leftover, judged = sample_mixed_groups(config, sample, pool, leftover)
             else:
                 rollouts, answers = sample(0)
-                pending = pool.submit(rollouts.texts, answers)                      # judged while the model scores
+                pending = pool.submit(rollouts.texts, answers)                     # judged while the model scores
 
-        # ---- score: old log-probabilities, entropy, hidden states; reference log-probabilities; rewards
+        # ---- score: old and reference log-probabilities, entropy, hidden states; then the rewards
         measure = bool(config.salt) or config.diagnostics == "on"
         with clock("score"):
-            scored = models.score(model, rollouts, config.temperature, micro_batch=config.micro_batch, keep_hidden=measure)
-            old = models.unpack(scored.logprobs, scored.lengths)                                           # (m, T)
-            frozen = None if reference is None else models.unpack(models.score(
-                reference, rollouts, config.temperature, micro_batch=config.micro_batch).logprobs, scored.lengths)
+            scored = forward_only(model, rollouts, keep_hidden=measure)
+            old, frozen = models.unpack(scored.logprobs, scored.lengths), None                            # (m, T)
+            if reference is not None:
+                frozen = models.unpack(forward_only(reference, rollouts).logprobs, scored.lengths)
             entropy = scored.entropy.mean().item()
             low, high = entropy_range or (entropy, entropy)
-            entropy_range = (min(low, entropy), max(high, entropy))
+            entropy_range = min(low, entropy), max(high, entropy)
         with clock("reward"):
             if config.algo == "grpo":
-                verdicts = drawn = pending.result()
-            rewards = torch.tensor(verdicts).view(-1, config.group_size)                                   # (B, G)
+                verdicts = judged = pending.result()
+            rewards = torch.tensor(verdicts).view(-1, config.group_size)                                  # (B, G)
             rewards = 2 * rewards - 1 if config.algo == "dapo" else rewards
 
-        # ---- advantage (Alg. 1, l.2), Gram (l.3-4), reweight (l.5-9): both mini-batches at the old policy
+        # ---- advantage, Gram, reweight: for all mini-batches, at the policy that wrote the responses   Alg. 1, l.2-9
         advantages = group_advantages(rewards).flatten()                                                  # Eq. 2, 12
         mini_batches = list(torch.arange(len(advantages)).split(config.mini_batch * config.group_size))
         coefficients, geometry, grams = advantages.clone(), [], []
-        head = models.lm_head(model)
-        for index, members in enumerate(mini_batches):
-            if not measure:
-                break
+        for index, members in enumerate(mini_batches if measure else ()):
             with clock("geometry"):
-                part, reweighted = scored.select(members), None
-                gram = lm_head_gram(part.hidden, part.tokens, part.lengths, head.weight.detach(), bias=head.bias,   # Eq. 19
-                                    temperature=config.temperature, length_norm=config.length_norm,
-                                    logsumexp=part.logsumexp, delta_norms=part.delta_norms)
+                gram, reweighted = form_gram(config, head, scored.select(members), step), None            # Eq. 4, 19
                 if config.salt:
                     generator = torch.Generator().manual_seed(stable_seed(config.seed, "salt", step, index))
-                    scope = config.salt_scope if not config.salt_scope.isdigit() else int(config.salt_scope)
-                    blocks = scope_blocks(scope, len(members), config.group_size, generator)
-                    reweighted = reweight(gram, advantages[members], blocks, config.salt, alpha=config.alpha, entropy=entropy,
-                                          entropy_range=entropy_range, rank_scale=config.rank_scale,
-                                          rank_max=config.rank_max, below_full=config.rank_below_full, generator=generator)
+                    blocks = scope_blocks(config.salt_scope, len(members), config.group_size, generator)
+                    reweighted = reweight(gram, advantages[members], blocks, config.salt, alpha=config.alpha,
+                                          entropy=entropy, entropy_range=entropy_range, rank_max=config.rank_max,
+                                          rank_scale=config.rank_scale, below_full=config.rank_below_full,
+                                          generator=generator)                                            # Eq. 13-17
                     coefficients[members] = reweighted.coefficients                                       # Eq. 18
             if config.diagnostics == "on":
                 with clock("diagnostics"):
-                    geometry.append(geometry_metrics(gram, advantages[members], config.group_size, coefficients[members],
-                                                 reweighted))
+                    geometry.append(geometry_metrics(gram, advantages[members], config.group_size,
+                                                     coefficients[members], reweighted))
                 grams.append(gram)
 
         # ---- loss, backward, clip, step: one update per mini-batch
-        checked = config.model == "tiny" and config.diagnostics == "on" and not head.tied and config.regularizer != "clip-cov"
+        checked = config.model == "tiny" and bool(grams) and not head.tied and config.regularizer != "clip-cov"
         losses = []
         with clock("update"):
             for index, members in enumerate(mini_batches):
                 losses.append(update(config, model, optimizer, rollouts.select(members.tolist()), coefficients[members],
-                                     old[members], None if frozen is None else frozen[members],
-                                     seed=stable_seed(config.seed, "clip-cov", step, index), first=index == 0,
+                                     old[members], None if frozen is None else frozen[members], first=index == 0,
+                                     seed=stable_seed(config.seed, "clip-cov", step, index),
                                      head_check=checked and index == 0))
-        if checked and torch.isfinite(grams[0]).all():
+        if checked:
             members = mini_batches[0]
             predicted = head_gradient_norm(grams[0], coefficients[members], scored.lengths[members],
                                            aggregation=config.aggregation, length_norm=config.length_norm)
@@ -436,29 +456,29 @@ def train(config: Config, resume: Path | None, pool=None) -> RunDirectory:
         # ---- sync, log, save
         with clock("sync"):
             sampler.sync(model)
-        correct = (rewards > 0).float()
+        right = torch.tensor(verdicts).view(-1, config.group_size).mean(1)                                 # (B,)
         record = {"step": step, "epoch": stream.state()["epoch"], "prompts": stream.taken,
-                  "reward": rewards.mean().item(), "pass_rate": sum(drawn) / len(drawn),
-                  "all_right": (correct.mean(1) == 1).float().mean().item(), "all_wrong": (correct.mean(1) == 0).float().mean().item(),
+                  "reward": rewards.mean().item(), "pass_rate": sum(judged) / len(judged),
+                  "all_right": (right == 1).float().mean().item(), "all_wrong": (right == 0).float().mean().item(),
                   "length": scored.lengths.float().mean().item(), "entropy": entropy,
-                  "truncated": 1 - sum(rollouts.finished) / len(rollouts.finished),
-                  "generation_batches": len(drawn) // (needed * config.group_size)} | mean_of(losses) | mean_of(geometry)
+                  "truncated": 1 - sum(rollouts.finished) / len(rollouts.finished)}
+        record |= mean_of(losses) | mean_of(geometry)
         if config.model == "tiny":
             check_theory(step, record)
         if config.eval_every and (step % config.eval_every == 0 or step == total):
             with clock("evaluate"):
-                record |= evaluate(step)
-        record["system"] = {"seconds": clock.seconds | {"total": round(time.perf_counter() - started, 4)},
-                            "reward_restarts": pool.restarts, "reward_timeouts": pool.timeouts}
-        run_directory.log(record)
+                record |= evaluate()
+        seconds = clock.seconds | {"total": round(time.perf_counter() - started, 4)}
+        run_directory.log(record | {"system": {"seconds": seconds, "reward_restarts": pool.restarts,
+                                               "reward_timeouts": pool.timeouts}})
         if step % config.save_every == 0 or step == total:
             checkpoint.save(run_directory.checkpoints, step, {
-                "config": dataclasses.asdict(config), "step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "config": settings, "step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                 "stream": stream.state(), "entropy_range": entropy_range,
-                "leftover": (dataclasses.astuple(leftover[0]), leftover[1])})
+                "leftover": {"rollouts": dataclasses.asdict(leftover[0]), "verdicts": leftover[1]}})
             run_directory.draw()
-        shown = {key: f"{record[key]:.2f}" for key in ("pass_rate", "length", "entropy", "alpha", "rank") if key in record}
-        bar.set_postfix(shown)
+        bar.set_postfix({key: f"{record[key]:.2f}" for key in ("pass_rate", "length", "entropy", "alpha", "rank")
+                         if key in record})
         bar.update()
 
     bar.close()
@@ -471,21 +491,21 @@ def train(config: Config, resume: Path | None, pool=None) -> RunDirectory:
 def report(run_directory: RunDirectory) -> None:
     """Before and after, as the run's own evaluations have it."""
     evaluated = [record for record in run_directory.records() if "eval_pass@1" in record]
-    if evaluated:
+    if len(evaluated) > 1:
         before, after = evaluated[0], evaluated[-1]
         for key in (key for key in before if key.startswith("eval_pass@") and not key.endswith("_se")):
-            print(f"{key[5:]:8} {100 * before[key]:5.1f} % (step {before['step']}) -> {100 * after[key]:5.1f} % "
-                  f"(step {after['step']})")
-    print(f"log {run_directory.path}/metrics.jsonl, figure {run_directory.path}/curves.png, model {run_directory.final}")
+            print(f"{key[5:]:7} {100 * before[key]:5.1f} % before -> {100 * after[key]:5.1f} % after "
+                  f"step {after['step']}")
+    print(f"log: {run_directory.path}/metrics.jsonl   figure: {run_directory.path}/curves.png   "
+          f"model: {run_directory.final}")
 
 
 def main(argv: list[str] | None = None, pool=None) -> int:
+    """`pool`: anything with RewardPool's submit, restarts and timeouts, to train on another reward."""
     config, resume = parse(argv)
     if config.model == "tiny" and resume is None:
-        print(f"tiny model: its own sizes instead of Table 4's ({', '.join(f'{k} {getattr(config, k)}' for k in TINY)})")
-    if config.output is None:
-        name = "-".join(filter(None, (Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt)))
-        config.output = f"runs/{name}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in TINY)
+        print(f"tiny model: its own sizes instead of Table 4's ({sizes})")
     with contextlib.ExitStack() as stack:
         pool = pool or stack.enter_context(RewardPool("math", config.workers, config.reward_timeout))
         report(train(config, resume, pool))

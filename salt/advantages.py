@@ -33,18 +33,18 @@ from salt.geometry import dominant_rank, dominant_subspace, effective_sample_siz
 
 
 def group_advantages(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """Â = (r − mean) / (std + eps) within each group (Eq. 2): (B, G) -> (B, G), detached, at least float32.
+    """Â = (r − mean) / (std + eps) within each group (Eq. 2): (B, G) -> (B, G), detached, float32 (float64 stays).
 
     ddof: 1 for the sample standard deviation, 0 for the population one. Groups of equal rewards, and G = 1, give 0.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards are (prompts, responses), not {tuple(rewards.shape)}")
-    rewards = rewards.detach()
-    rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
-    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    centred = rewards - rewards.mean(1, keepdim=True)
-    std = (centred.square().sum(1, keepdim=True) / max(rewards.shape[1] - ddof, 1)).sqrt()
-    return torch.where(flat, 0.0, centred / (std + eps))                                                # Eq. 2
+    exact = rewards.detach().double()
+    flat = exact.amax(1, keepdim=True) == exact.amin(1, keepdim=True)
+    centred = exact - exact.mean(1, keepdim=True)
+    std = (centred.square().sum(1, keepdim=True) / max(exact.shape[1] - ddof, 1)).sqrt()
+    advantages = torch.where(flat, 0.0, centred / (std + eps))                                          # Eq. 2
+    return advantages.to(rewards.dtype if rewards.dtype == torch.float64 else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def entropy_alpha(s: Channels) -> Split:
 def permuted(s: Channels) -> Split:
     """The same coefficients on the wrong samples: a null with an identical distribution."""
     alpha, main, exploration = salt(s)
-    order = torch.randperm(len(s.a), generator=s.generator)
+    order = torch.randperm(len(s.a), generator=_needed(s.generator))
     return alpha, main[order], exploration[order]
 
 
@@ -162,10 +162,14 @@ VARIANTS: dict[str, Callable[[Channels], Split]] = {
 
 def _random_basis(s: Channels) -> Tensor:
     """A uniformly distributed subspace of the same dimension as s.basis: (m, k)."""
-    if s.generator is None:
-        raise ValueError("a random variant needs a generator (torch.Generator), so that a run can be repeated")
-    gaussian = torch.randn(s.basis.shape, dtype=s.basis.dtype, generator=s.generator)
+    gaussian = torch.randn(s.basis.shape, dtype=s.basis.dtype, generator=_needed(s.generator))
     return torch.linalg.qr(gaussian).Q
+
+
+def _needed(generator: torch.Generator | None) -> torch.Generator:
+    if generator is None:
+        raise ValueError("a random choice needs a generator (torch.Generator), so that a run can be repeated")
+    return generator
 
 
 def salt_advantages(gram: Tensor, advantages: Tensor, variant: str = "salt", *, alpha: float | None = None,
@@ -184,6 +188,8 @@ def salt_advantages(gram: Tensor, advantages: Tensor, variant: str = "salt", *, 
     m = len(advantages)
     if advantages.shape != (m,) or gram.shape != (m, m):
         raise ValueError(f"gram {tuple(gram.shape)} and advantages {tuple(advantages.shape)} do not agree")
+    if not advantages.is_floating_point():
+        raise TypeError(f"advantages are floating-point numbers, not {advantages.dtype}")
     a = advantages.detach().to("cpu", torch.float64)
     finite = bool(torch.isfinite(gram).all())
     if not finite or not gram.diagonal().any():                                                         # departure 2
@@ -212,10 +218,12 @@ def scope_blocks(scope: str | int, m: int, group_size: int, generator: torch.Gen
     if scope == "mini-batch":
         return [torch.arange(m)]
     if scope == "group":
+        if group_size < 1 or m % group_size:
+            raise ValueError(f"{m} responses do not divide into groups of {group_size}")
         return list(torch.arange(m).split(group_size))
     if not isinstance(scope, int) or scope < 1 or m % scope:
         raise ValueError(f"scope {scope!r} is neither mini-batch nor group nor a number that divides {m} responses")
-    return [block.sort().values for block in torch.randperm(m, generator=generator).split(scope)]
+    return [block.sort().values for block in torch.randperm(m, generator=_needed(generator)).split(scope)]
 
 
 def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: str = "salt", **options) -> Reweighted:
@@ -225,6 +233,8 @@ def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: st
     to a factor, which neither PR nor n_eff nor the eigenvectors see. Returns vectors (m,), one alpha, rank,
     participation_ratio, n_eff and finite per block, and a basis (m, Σ rank) whose projector is block-diagonal.
     """
+    if gram.shape != (len(advantages), len(advantages)):
+        raise ValueError(f"gram {tuple(gram.shape)} and advantages {tuple(advantages.shape)} do not agree")
     if not torch.equal(torch.cat(blocks).sort().values, torch.arange(len(advantages))):
         raise ValueError(f"the blocks do not partition the {len(advantages)} responses")
     parts = [salt_advantages(gram[b][:, b], advantages[b], variant, **options) for b in blocks]
@@ -234,7 +244,8 @@ def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: st
         return torch.cat([getattr(part, name) for part in parts])[order]
 
     def column(name: str) -> Tensor:
-        return torch.tensor([getattr(part, name) for part in parts])
+        values = [getattr(part, name) for part in parts]
+        return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)
 
     return Reweighted(vector("coefficients"), vector("main"), vector("exploration"), column("alpha"), column("rank"),
                       column("participation_ratio"), column("n_eff"),

@@ -64,7 +64,7 @@ def latest(folder: Path) -> dict | None:
         try:
             return torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            print(f"ignoring {path}: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"ignoring {path}: it cannot be read ({type(error).__name__})", file=sys.stderr)
     return None
 
 

@@ -2,14 +2,14 @@
 
 Glossary
     paper                name                  shape     equation
-    K                    gram                  (m, m)    4      K = SᵀS / m, the columns of S are the responses' features
+    K                    gram                  (m, m)    4      K = SᵀS / m; a column of S is a response's feature
     a, Â                 advantages            (m,)      12     group-normalised, stacked prompt by prompt
     c                    coefficients          (m,)      58     any weights put on the responses: a, a', ...
     PR(K)                participation_ratio   ()        5      tr(K)² / ‖K‖²: how many directions share the energy
     n_eff                effective_sample_size ()        6      ‖Σ c_i g_i‖² / Σ ‖c_i g_i‖²: below 1 the updates cancel
     r                    positive_cosine       ()        7      mean of [cos(g_i, g_j)]_+ over pairs
     k_t                  dominant_rank         ()        14     round(PR), at least 1, at most m
-    V_k                  dominant_subspace     (m, k)    13     eigenvectors of the k largest eigenvalues; P_k = V_k V_kᵀ
+    V_k                  dominant_subspace     (m, k)    13     eigenvectors of the k largest eigenvalues
     E_tot, E_sh, E_δ     e_total, e_shared, e_residual (B,)  App. B
     ρ_δ, ‖g_q‖, B_δ      rho, update_norm, bound       (B,)  App. B, 11
     D_a, D_g, U_⊥        d_a, d_g, u_perp      ()        59–61
@@ -44,8 +44,8 @@ def _as_vector(values: Tensor, size: int, name: str) -> Tensor:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 where the denominator is 0 (departure 3)."""
-    return torch.where(denominator > 0, numerator / denominator.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    """numerator / denominator, and 0 where the denominator is 0 (departure 3); NaN stays NaN."""
+    return torch.where(denominator == 0, 0.0, numerator / denominator)
 
 
 def _group_blocks(gram: Tensor, group_size: int) -> Tensor:
@@ -76,7 +76,8 @@ def _participation_ratio(gram: Tensor) -> Tensor:
 
 
 def _effective_sample_size(gram: Tensor, coefficients: Tensor) -> Tensor:
-    together = torch.einsum("...i,...ij,...j->...", coefficients, gram, coefficients)
+    # Not below 0 even where float32 features have made K slightly indefinite: α_t must not exceed 1.
+    together = torch.einsum("...i,...ij,...j->...", coefficients, gram, coefficients).clamp_min(0)
     apart = (coefficients.square() * gram.diagonal(dim1=-2, dim2=-1)).sum(-1)
     return _ratio(together, apart)                                                                          # Eq. 6
 
@@ -169,11 +170,12 @@ def residual_diagnostic(gram: Tensor, advantages: Tensor, group_size: int) -> di
     gram: (m, m), Eq. 4's; advantages: (m,). Keys: e_total, e_shared, e_residual, rho (0 for an empty group),
     update_norm = ‖g_q‖, bound_signed = ‖a_q‖ √E_δ / G (Eq. 11, first form), bound = √(E_δ / G) (Eq. 11, last form:
     holds for the sample and the population standard deviation), identity_error = ‖g_q − Σ a_i δ_i / G‖ divided by
-    ‖a_q‖ √E_tot / G: the error of Eq. 10, 0 up to rounding whenever the advantages are centred.
+    ‖a_q‖ √E_tot / G: the error of Eq. 10, 0 up to rounding whenever the advantages are centred. Through a Gram matrix
+    it can only be |mean a| ‖s̄_q‖; the check that sees the gradient itself is `head_gradient_norm`.
     """
     gram = _as_gram(gram)
-    grouped = _as_vector(advantages, len(gram), "advantages").view(-1, group_size)                       # (B, G)
     products = _group_blocks(gram, group_size) * len(gram)                                # (B, G, G)  K_q = SᵀS
+    grouped = _as_vector(advantages, len(gram), "advantages").view(-1, group_size)                       # (B, G)
     total = products.diagonal(dim1=-2, dim2=-1).sum(-1)
     shared = products.sum((-2, -1)) / group_size
     residual = (total - shared).clamp_min(0)
@@ -201,6 +203,9 @@ def update_deviation(gram: Tensor, advantages: Tensor, coefficients: Tensor, bas
     m = len(gram)
     a = _as_vector(advantages, m, "advantages")
     c = _as_vector(coefficients, m, "coefficients")
+    if basis.ndim != 2 or basis.shape[0] != m:
+        raise ValueError(f"a basis of {m} responses is ({m}, k), not {tuple(basis.shape)}")
+    basis = basis.detach().to("cpu", torch.float64)
 
     def update_norm(v: Tensor) -> Tensor:
         return ((v @ gram @ v).clamp_min(0) / m).sqrt()                                                 # Eq. 58
@@ -228,6 +233,8 @@ def head_gradient_norm(gram: Tensor, coefficients: Tensor, lengths: Tensor, *, a
     gram = _as_gram(gram)
     m = len(gram)
     lengths = _as_vector(lengths, m, "lengths")
+    if aggregation not in ("sequence-mean", "token-mean") or length_norm not in ("mean", "sum"):
+        raise ValueError(f"unknown aggregation {aggregation!r} or length_norm {length_norm!r}")
     weights = _as_vector(coefficients, m, "coefficients")
     weights = weights * (m / lengths.sum().clamp_min(1) if aggregation == "token-mean" else 1 / lengths.clamp_min(1))
     if length_norm == "mean":

@@ -17,9 +17,10 @@ Departures from the paper
     1. Log-ratios are clamped to ±20 before the exponential, and the KL estimate to ±10, as in the framework the paper
        used; both are arguments, None leaves the clamp out.
     2. Eq. 3 and 69 are maximised; `policy_loss` returns their negative.
-    3. Eq. 69 averages over the tokens of one prompt's group; here over all tokens of the mini-batch, as DAPO's authors do.
+    3. Eq. 69 averages over the tokens of one prompt's group; here over all tokens of the mini-batch, as DAPO's authors
+       do.
     4. Clip-Cov and KL-Cov select tokens within the mini-batch, not within a micro-batch: otherwise a memory flag would
-       change the objective. KL-Cov's |log-ratio| has gradient 0 at equality, so it is inert on a strictly on-policy step.
+       change the objective. KL-Cov's |log-ratio| has gradient 0 at equality: inert on a strictly on-policy step.
 """
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
 
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor, *, log_ratio_limit: float | None = 20.0,
           limit: float | None = 10.0) -> Tensor:
-    """The k3 estimate of KL(π_θ ‖ π_ref) per token: e^x − x − 1 with x = log π_ref − log π_θ (Eq. 68), never negative."""
+    """The k3 estimate of KL(π_θ ‖ π_ref) per token: e^x − x − 1 ≥ 0 with x = log π_ref − log π_θ (Eq. 68)."""
     log_ratio = reference_logprobs - logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)

@@ -31,7 +31,7 @@ PANELS = (
     ("dimension", {"pr_total": "PR total", "rank": "$k_t$", "pr_in": "PR within groups"}),
     ("policy entropy (nats per token)", {"entropy": "entropy"}),
     ("response length (tokens)", {"length": "mean length"}),
-    ("deviation from GRPO", {"d_a": "$D_a$", "d_g": "$D_g$", "no_signal_share": "share of $\\|a'\\|^2$ without signal"}),
+    ("deviation from GRPO", {"d_a": "$D_a$", "d_g": "$D_g$", "no_signal_share": "$\\|a'\\|^2$ without signal"}),
 )
 
 
@@ -142,19 +142,20 @@ def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coeffici
         return {"gram_not_finite": 1.0}
     record = group_geometry(gram, advantages, group_size)
     residual = residual_diagnostic(gram, advantages, group_size)
-    slack = 1 + 1e-5                                                        # the advantages are float32
+    energy = residual["e_total"].sqrt() / group_size
+    exceeds = lambda a, b: a > b * (1 + 1e-5) + 1e-6 * energy               # the advantages are float32
     record |= {"rho": (residual["e_residual"].sum() / residual["e_total"].sum().clamp_min(1e-300)).item(),
                "update_norm": residual["update_norm"].mean().item(), "residual_bound": residual["bound"].mean().item(),
                "eq10_error": residual["identity_error"].max().item(),
-               "eq11_violations": ((residual["update_norm"] > slack * residual["bound_signed"])
-                                   | (residual["bound_signed"] > slack * residual["bound"])).sum().item()}
+               "eq11_violations": (exceeds(residual["update_norm"], residual["bound_signed"])
+                                   | exceeds(residual["bound_signed"], residual["bound"])).sum().item()}
     if reweighted is not None:
         silent = (advantages.view(-1, group_size) == 0).all(1).repeat_interleave(group_size)
-        energy = coefficients.square()
+        weight = coefficients.square()
         record |= update_deviation(gram, advantages, coefficients, reweighted.basis)
         record |= {"alpha": reweighted.alpha.mean().item(), "rank": reweighted.rank.double().mean().item(),
                    "rank_share": reweighted.rank.sum().item() / len(advantages),
-                   "no_signal_share": (energy[silent].sum() / energy.sum().clamp_min(1e-30)).item()}
+                   "no_signal_share": (weight[silent].sum() / weight.sum().clamp_min(1e-30)).item()}
     return record
 
 

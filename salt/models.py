@@ -29,7 +29,6 @@ from salt.errors import UserError
 from salt.proxy import token_statistics
 from salt.rollout import Rollouts
 
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 PRESETS = {
     "tiny": None,                                          # made on the spot by toy/arithmetic.py
     "deepseek-1.5b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
@@ -92,8 +91,8 @@ def load(source: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load {source}: {str(error).strip().splitlines()[0]}") from error
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {source} has no end-of-sequence token")
+    if len(tokenizer) < 3 or tokenizer.eos_token_id is None:        # a folder without one gives an empty tokenizer
+        raise UserError(f"{source} has no tokenizer with an end-of-sequence token: save one beside the model")
     model.to(device).eval()
     check_head(model, source)
     return model, tokenizer
@@ -129,10 +128,11 @@ def encode_prompt(tokenizer, question: str, instruction: str = "") -> list[int]:
     if tokenizer.chat_template:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
                                              add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)
-    ids = tokenizer.encode(text)
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        raise UserError(f"the tokenizer of this model cannot spell the prompt {text[:40]!r}: model and data set do not fit")
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids = tokenizer.encode(text, verbose=False)
+    lost = sorted(set(text) - set(tokenizer.decode(ids)))
+    if lost:
+        raise UserError(f"the model's tokenizer cannot spell {''.join(lost[:10])!r}: model and data set do not fit")
     return ids
 
 
@@ -189,7 +189,8 @@ def pack_tokens(responses: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor([token for response in responses for token in response], dtype=torch.long, device=device)
 
 
-def forward_logprobs(model, rollouts: Rollouts, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+def forward_logprobs(model, rollouts: Rollouts, temperature: float,
+                     with_entropy: bool = False) -> tuple[Tensor, Tensor]:
     """The pass with gradients over one micro-batch: packed log-probabilities and entropies (N,)."""
     states = response_states(model, rollouts.prompts, rollouts.responses)
     return token_logprobs(states, pack_tokens(rollouts.responses, states.device), lm_head(model), temperature,
@@ -204,7 +205,7 @@ def score(model, rollouts: Rollouts, temperature: float, *, micro_batch: int | N
     rows = max(1, CHUNK_ELEMENTS // len(head.weight))
     lengths = rollouts.lengths
     columns: list[dict[str, Tensor]] = [{} for _ in lengths]
-    for indices in micro_batches([len(p) + n for p, n in zip(rollouts.prompts, lengths.tolist())], micro_batch):
+    for indices in micro_batches(rollouts.total_lengths, micro_batch):
         part = rollouts.select(indices)
         states = response_states(model, part.prompts, part.responses)
         tokens = pack_tokens(part.responses, states.device)

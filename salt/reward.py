@@ -5,8 +5,8 @@ A verdict is 1.0 or 0.0 (the r_i of Eq. 2; the -1 of DAPO's wrong answers is tra
 - `math_reward` takes the last balanced `\boxed{...}` after `</think>` (of the whole text where no `</think>` occurs:
   the chat template opens the tag in the prompt, so completions carry the closing one only, and models without
   reasoning carry none). Where boxes nest, the last to open counts: the innermost. No box, or an answer longer than
-  MAX_ANSWER characters, is 0. Two integers are compared as such, everything else by math-verify, which is asymmetric:
-  gold first. White space, full stops and commas at the end of gold and answer are dropped.
+  MAX_ANSWER characters, is 0. White space, full stops and commas at the end of gold and answer are dropped; then the
+  same text is right, two integers are compared as such, and everything else goes to math-verify.
 - `choice_reward` takes the last letter A-J that is announced as the answer, after `</think>` as above: alone in a box
   or in front of the option's text (`\boxed{C}`, `\boxed{\text{(C) 10 m/s}}`), or after "answer is" or "answer:"
   ("Answer: (C)", "the answer is option C."). A box that names several options in parentheses is none.
@@ -24,6 +24,7 @@ Departures from the paper:
 1. The paper names math-verify and no more; extraction, limits and the fast path above are ours. The authors' released
    code also accepts the last number anywhere in the response; that fallback is left out.
 """
+import contextlib
 import functools
 import json
 import logging
@@ -53,10 +54,11 @@ BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)   # an escaped brace or 
 END_OF_ANSWER = re.compile(r"(?<!\\)[.,\s]+\Z")           # but `\,` is a space of LaTeX
 INTEGER = re.compile(r"[+-]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)")
 
-FONT = r"(?:\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mathsf|boldsymbol)\s*\{\s*)*"
-LETTER_IN_BOX = re.compile(rf"[\s$*]*{FONT}\(?([A-J])(?:\)?[\s}}.$*]*\Z|[).:](?!.*\([A-J]\)))", re.DOTALL)
-LETTER_IN_TEXT = re.compile(rf"\b(?i:answer)[\s*]*(?::|(?i:is)\b:?)[\s*$:]*(?:(?i:option|choice)\s+)?[*$]*{FONT}"
-                            r"\(?([A-J])(?![\w'’])")
+# Every repetition before a letter is bounded, or a megabyte of asterisks would take quadratic time.
+FONT = r"(?:\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mathsf|boldsymbol)\s{0,9}\{\s{0,9}){0,9}"
+LETTER_IN_BOX = re.compile(rf"[\s$*]{{0,9}}{FONT}\(?([A-J])(?:\)?[\s}}.$*]*\Z|[).:](?!.*\([A-J]\)))", re.DOTALL)
+LETTER_IN_TEXT = re.compile(rf"\b(?i:answer)[\s*]{{0,9}}(?::|(?i:is)\b:?)[\s*$:]{{0,9}}(?:(?i:option|choice)\s{{1,9}})?"
+                            rf"[*$]{{0,9}}{FONT}\(?([A-J])(?![\w'’])")
 
 
 def _conclusion(response: str) -> str:
@@ -64,31 +66,32 @@ def _conclusion(response: str) -> str:
     return response.rpartition("</think>")[2]
 
 
-def _boxes(text: str) -> list[tuple[int, str]]:
-    r"""(position, content) of every balanced `\boxed{...}`, by position. One pass, so linear in hostile text too."""
+def _boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the content of each balanced `\boxed{...}` begins and ends. One pass: linear in hostile text too."""
     boxes, opened = [], []   # opened: for each open brace, where its box's content begins, or None
     for token in BRACE.finditer(text, max(text.find("\\boxed"), 0)):
         if token[0] == "}":
             begin = opened.pop() if opened else None
             if begin is not None:
-                boxes.append((begin, text[begin:min(token.start(), begin + MAX_ANSWER + 1)]))
+                boxes.append((begin, token.start()))
         elif token[0] == "{" or token[0].startswith("\\boxed"):
             opened.append(None if token[0] == "{" else token.end())
-    return sorted(boxes)
+    return boxes
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Content of the last balanced `\boxed{...}` after `</think>` (cut after MAX_ANSWER + 1 characters), or None."""
-    boxes = _boxes(_conclusion(response))
-    return boxes[-1][1] if boxes else None
+    r"""Content of the last balanced `\boxed{...}` after `</think>`, or None."""
+    text = _conclusion(response)
+    begin, end = max(_boxes(text), default=(None, None))
+    return None if begin is None else text[begin:end]
 
 
 def extract_choice(response: str) -> str | None:
     """The last letter that the response announces as its answer, or None."""
     text = _conclusion(response)
-    found = [(match.start(1), match[1]) for match in LETTER_IN_TEXT.finditer(text)]
-    found += [(begin, match[1]) for begin, content in _boxes(text) if (match := LETTER_IN_BOX.match(content))]
-    return max(found)[1] if found else None
+    found = list(LETTER_IN_TEXT.finditer(text))
+    found += [LETTER_IN_BOX.match(text, begin, end) for begin, end in _boxes(text) if end - begin <= MAX_ANSWER]
+    return max(((match.start(1), match[1]) for match in found if match), default=(0, None))[1]
 
 
 @functools.cache
@@ -108,20 +111,18 @@ def _parse_gold(gold: str) -> list:
     return _math_verify().parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
 
 
-def _parse_answer(answer: str) -> list:
-    verifier = _math_verify()
-    config = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    return verifier.parse(f"\\boxed{{{answer}}}", [config], parsing_timeout=None)
-
-
 @functools.lru_cache(maxsize=8192)   # the rollouts of one prompt often end in the same answer
 def _equivalent(gold: str, answer: str) -> bool:
+    if gold == answer:
+        return gold != ""
     if INTEGER.fullmatch(gold) and INTEGER.fullmatch(answer):
         return int(gold.replace(",", "")) == int(answer.replace(",", ""))
     verifier = _math_verify()
     from sympy.core.random import seed
     seed(0)   # sympy tests identities at random points: the same ones for every worker and every order of answers
-    return verifier.verify(_parse_gold(gold), _parse_answer(answer), timeout_seconds=None)
+    config = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    prediction = verifier.parse(f"\\boxed{{{answer}}}", [config], parsing_timeout=None)
+    return verifier.verify(_parse_gold(gold), prediction, timeout_seconds=None)   # gold first: it is asymmetric
 
 
 def math_reward(response: str, gold: str) -> float:
@@ -156,7 +157,7 @@ class _Worker:
     def __init__(self, kind: str, timeout: float, memory: int):
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self.wall_limit = 4 * timeout + 5   # the kernel's limit is in CPU seconds and works alone, unless a worker stops
+        self.wall_limit = 4 * timeout + 5   # a second line: only a worker that stands still escapes the CPU limit
         self.overdue = False
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "salt.reward", kind, str(timeout), str(memory)],
@@ -181,12 +182,15 @@ class _Worker:
         line, self.received = self.received.split(b"\n", 1)
         return line.decode()
 
-    def wait_until_ready(self) -> None:
+    def ready(self) -> "_Worker":
+        """Wait until it has imported what it needs; a UserError if it cannot."""
         line = self.read_line(START_LIMIT)
         if line != "ready":
             self.stop()
+            by_hand = "python -m salt.reward " + " ".join(self.process.args[4:])
             raise UserError(f"reward workers cannot start: {line or f'exit status {self.process.returncode}'}; "
-                            f"run pip install -r requirements.txt, then {' '.join(self.process.args)} to see the cause")
+                            f"run pip install -r requirements.txt, then {by_hand} to see the cause")
+        return self
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Verdicts on (response, gold) pairs; fewer than pairs if the worker ended on the way."""
@@ -222,26 +226,19 @@ class RewardPool:
 
     def __init__(self, kind: str, workers: int = 2, timeout: float = 5.0, memory: int = 512 << 20):
         if kind not in REWARDS or workers < 1 or timeout <= 0:
-            raise ValueError(f"RewardPool: kind {kind!r} (known: {', '.join(REWARDS)}), workers {workers} (at least 1), "
-                             f"timeout {timeout} (above 0)")
+            raise ValueError(f"RewardPool needs a kind ({', '.join(REWARDS)}), workers >= 1 and timeout > 0, "
+                             f"got {kind!r}, {workers} and {timeout}")
         self.restarts = self.timeouts = 0
         self._arguments = kind, timeout, memory
         self._counting = threading.Lock()
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()   # None: a place whose worker has ended
         started = [_Worker(*self._arguments) for _ in range(workers)]
-        try:
-            for worker in started:
-                worker.wait_until_ready()
-        except BaseException:
-            for worker in started:
-                worker.process.kill()
-            raise
-        for worker in started:
-            self._idle.put(worker)
+        for worker in started:   # they import side by side; if one cannot, the others end with their pipes
+            self._idle.put(worker.ready())
         self._threads = ThreadPoolExecutor(workers, "reward")
         self._collector = ThreadPoolExecutor(1, "reward-collector")
 
-    def submit(self, responses: Sequence[str], golds: Sequence[str]) -> "Future[list[float]]":
+    def submit(self, responses: Sequence[str], golds: Sequence[str]) -> Future[list[float]]:
         """Like `score`, but returns at once; the future's result() is the list of verdicts."""
         pairs = list(zip(responses, golds, strict=True))
         if not all(isinstance(text, str) for pair in pairs for text in pair):
@@ -253,6 +250,13 @@ class RewardPool:
         """One verdict, 0.0 or 1.0, per response."""
         return self.submit(responses, golds).result()
 
+    def _restart(self) -> _Worker:
+        """A fresh worker. One that is killed from outside while it starts must not end the run: three attempts."""
+        for _ in range(2):
+            with contextlib.suppress(UserError):
+                return _Worker(*self._arguments).ready()
+        return _Worker(*self._arguments).ready()
+
     def _judge(self, pairs: list[tuple[str, str]]) -> list[float]:
         """Verdicts on one chunk, through as many workers as it takes."""
         verdicts, retried = [], None   # retried: index of the answer that is having its second chance
@@ -260,8 +264,7 @@ class RewardPool:
         try:
             while len(verdicts) < len(pairs):
                 if worker is None:
-                    worker = _Worker(*self._arguments)
-                    worker.wait_until_ready()
+                    worker = self._restart()
                 verdicts += worker.judge(pairs[len(verdicts):])
                 if len(verdicts) == len(pairs):
                     break
@@ -294,14 +297,6 @@ class RewardPool:
         self.close()
 
 
-def _has_room(size: int) -> bool:
-    try:
-        mmap.mmap(-1, size).close()
-    except OSError:
-        return False
-    return True
-
-
 def _serve(kind: str, timeout: float, memory: int) -> None:
     """A worker's life: read lists of pairs, one per line; write one verdict per line."""
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
@@ -324,8 +319,10 @@ def _serve(kind: str, timeout: float, memory: int) -> None:
             verdict = judge(response, gold)
             signal.setitimer(signal.ITIMER_PROF, 0)
             print(verdict, file=verdicts)
-            if not _has_room(memory // 2):   # an earlier answer's leftovers must not decide the next one's verdict
-                sys.exit(RETIRED)
+            try:
+                mmap.mmap(-1, memory // 2).close()   # is half of the room left?
+            except OSError:
+                sys.exit(RETIRED)   # one answer's leftovers must not decide the next one's verdict
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ Glossary
     |o_i|     lengths      (m,)         3
     τ         temperature  ()           –     one value for sampler, loss and proxy
 
-Every call takes its seed as an argument and leaves torch's global generator alone, so a run that is resumed, or one that
-evaluates more often, draws the same responses.
+Every call takes its seed as an argument and leaves torch's global generator alone, so a run that is resumed, or one
+that evaluates more often, draws the same responses.
 
 Departures from the paper: none.
 """
@@ -29,6 +29,11 @@ class Rollouts:
     @property
     def lengths(self) -> Tensor:         # (m,)
         return torch.tensor([len(response) for response in self.responses], dtype=torch.long)
+
+    @property
+    def total_lengths(self) -> list[int]:
+        """Tokens of prompt and response: what a forward pass over the row costs."""
+        return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses)]
 
     def select(self, indices) -> "Rollouts":
         return Rollouts(*([column[i] for i in indices] for column in
@@ -85,8 +90,8 @@ class TransformersSampler:
         """Every knob named: a folder's generation_config (top_p, repetition_penalty, …) would otherwise shape the
         distribution that the loss believes it knows."""
         from transformers import GenerationConfig
-        knobs = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0,
-                                                                "top_p": 1.0, "typical_p": 1.0}
+        knobs = {"do_sample": False} if temperature == 0 else {
+            "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
         config = GenerationConfig(max_new_tokens=max_tokens, eos_token_id=self.eos, pad_token_id=self.eos[0],
                                   repetition_penalty=1.0, **knobs)
         self.model.generation_config = config

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = " +0123456789=\\bdeox{}"
 
 
@@ -35,7 +35,7 @@ class WarmStart:
     forget: float = 0.65                     # probability of a forgotten carry in the demonstrations
     hidden: int = 128
     layers: int = 3
-    steps: int = 360
+    steps: int = 500
     batch: int = 32
     learning_rate: float = 3e-3
     version: int = 1                         # raise it when the code below changes what comes out
@@ -68,7 +68,8 @@ def write_out(a: int, b: int, forget: float, rng: random.Random) -> str:
     return f"{' '.join(columns)} \\boxed{{{leading}{''.join(reversed(digits))}}}"
 
 
-def problems(split: str, count: int, seed: int = 0, digits: tuple[int, ...] = WarmStart.digits) -> list[tuple[int, int]]:
+def problems(split: str, count: int, seed: int = 0,
+             digits: tuple[int, ...] = WarmStart.digits) -> list[tuple[int, int]]:
     """`count` different sums of the split "train" or "test". A sum belongs to one split for good, whatever the seed."""
     rng, found = random.Random(f"{split}-{seed}-{digits}"), {}
     while len(found) < count:
@@ -83,16 +84,12 @@ def _is_test(a: int, b: int) -> bool:
 
 
 def make_tokenizer():
-    """One token per character, as an ordinary Hugging Face tokenizer."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """One token per character: the byte-level tokenizer that libraries pick for a Qwen2 model, without merges."""
+    from transformers import Qwen2Tokenizer
 
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNK, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK,
-                                   clean_up_tokenization_spaces=False, model_max_length=256)
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS.replace(" ", "Ġ")])}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=PAD, eos_token=EOS, unk_token=None,
+                          model_max_length=256)
 
 
 def make_model(config: WarmStart, vocabulary: int):
@@ -105,13 +102,14 @@ def make_model(config: WarmStart, vocabulary: int):
 
 
 def _demonstrations(config: WarmStart, tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """A batch of prompts with a pupil's answers: token ids (batch, L) and labels (batch, L), −100 on prompt and padding."""
+    """Prompts with a pupil's answers: token ids (batch, L) and labels (batch, L), −100 on prompt and padding."""
     rows, prompts = [], []
     while len(rows) < config.batch:
         a, b = draw_problem(rng, config.digits)
         if not _is_test(a, b):
             prompts.append(len(question(a, b)))
-            rows.append(tokenizer.encode(question(a, b) + write_out(a, b, config.forget, rng)) + [tokenizer.eos_token_id])
+            text = question(a, b) + write_out(a, b, config.forget, rng)
+            rows.append(tokenizer.encode(text) + [tokenizer.eos_token_id])
     width = max(map(len, rows))
     tokens = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
     position = torch.arange(width)
@@ -147,7 +145,7 @@ def warm_start(config: WarmStart = WarmStart(), say=print) -> Path:
     folder = cache / f"tiny-{key}"
     if folder.is_dir():
         return folder
-    say(f"warm start: teaching the tiny model sloppy addition ({config.steps} steps, about 20 seconds; kept for later)")
+    say(f"warm start: teaching the tiny model sloppy addition ({config.steps} steps, about 30 seconds; kept for later)")
     cache.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="tiny-", suffix=".tmp", dir=cache))
     try:
