@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -309,6 +310,8 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
         for key, value in (stats | {"loss": loss.item()}).items():
             totals[key] = totals.get(key, 0.0) + value
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise SystemExit("the gradient is not finite: training has diverged (a lower --lr?); the checkpoints are intact")
     optimizer.step()
     tokens = max(totals.pop("tokens"), 1)
     totals["clip_fraction"] = totals.pop("clipped") / tokens
@@ -318,13 +321,14 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
 
 
 def form_gram(config: Config, head: models.Head, scored: models.Scored, step: int) -> Tensor:
-    """Eq. 4 and 19 for the responses of a mini-batch: (m, m)."""
+    """Eq. 4 and 19 for the responses of a mini-batch: (m, m). NaN where it overflows: SALT then leaves a as it is."""
     try:
         return lm_head_gram(scored.hidden, scored.tokens, scored.lengths, head.weight.detach(), bias=head.bias,
                             temperature=config.temperature, length_norm=config.length_norm,
                             logsumexp=scored.logsumexp, delta_norms=scored.delta_norms)
-    except ValueError as error:                                  # the model itself has diverged
-        raise SystemExit(f"step {step}: {error}") from error
+    except ValueError as error:
+        print(f"step {step}: no Gram matrix, the advantages stay as they are: {error}", file=sys.stderr)
+        return torch.full((len(scored.lengths),) * 2, torch.nan)
 
 
 # -------------------------------------------------------------------------------------------------------- the whole run
@@ -503,6 +507,8 @@ def report(run_directory: RunDirectory) -> None:
 def main(argv: list[str] | None = None, pool=None) -> int:
     """`pool`: anything with RewardPool's submit, restarts and timeouts, to train on another reward."""
     config, resume = parse(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("train.py runs in one process; start it without a launcher, or with one process")
     if config.model == "tiny" and resume is None:
         sizes = ", ".join(f"{name} {getattr(config, name)}" for name in TINY)
         print(f"tiny model: its own sizes instead of Table 4's ({sizes})")

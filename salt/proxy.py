@@ -55,6 +55,7 @@ DEVICE_BUDGET = 2 ** 30       # and on an accelerator, whose matrix products wan
 HOST_TOKENS = 2 ** 12         # tokens of a batch of responses on the CPU: its residuals should stay in the cache
 DEVICE_TOKENS = 2 ** 16       # and on an accelerator, where launches cost more than memory traffic
 PADDING = 1 / 8               # a batch's shortest response is shorter than its longest by at most this share
+SLICE = 2 ** 13               # longest inner product in float32 on the way to K; longer sums go on in float64
 ROUNDING = 4                  # allowance of the certified bounds, in units of eps·(1 + |lse|) per token
 
 
@@ -234,19 +235,20 @@ def _accumulate(groups: list[_Group], residual: Callable[[int, int, int], Tensor
     states = groups[0].hidden
     d, budget = states.shape[2], DEVICE_BUDGET if states.is_cuda else HOST_BUDGET
     block = min(width, block or max(1, budget // (2 * states.element_size() * len(order) * d)))
-    features = states.new_empty(len(order), block * d)
+    depth = min(block, max(1, SLICE // d))
+    block -= block % depth
+    features = states.new_zeros(len(order), block, d)
+    slices = features.view(len(order), block // depth, depth * d).transpose(0, 1)                      # (c, m', ·)
     total = torch.zeros(len(order), len(order), dtype=torch.float64, device=states.device)
     for start in range(0, width, block):
-        stop = min(start + block, width)
-        slab = features.flatten()[:len(order) * (stop - start) * d].view(len(order), stop - start, d)
-        first = 0
+        stop, first = min(start + block, width), 0
         for index, group in enumerate(groups):
             last = first + len(group.responses)
             deltas = residual(index, start, stop).to(states.dtype)
-            torch.bmm(deltas.mT, group.hidden, out=slab[first:last])                                   # Eq. 19
+            torch.bmm(deltas.mT, group.hidden, out=features[first:last, :stop - start])                # Eq. 19
             first = last
-        slab = slab.flatten(1)
-        total += _product(slab, slab.T)
+        features[:, stop - start:] = 0                                         # the last block may be narrower
+        total += _batched_product(slices, slices.mT).sum(0, dtype=torch.float64)
     gram[order.unsqueeze(1), order] = (total + total.T).cpu() / (2 * m)                                # Eq. 4
     return gram * scale.unsqueeze(1) * scale
 
@@ -308,6 +310,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype == torch.bfloat16:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
+
+
+def _batched_product(left: Tensor, right: Tensor) -> Tensor:
+    """The same for batches of matrices."""
+    if left.dtype == torch.bfloat16:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left, right)
 
 
 # ---- the certified filter ----
