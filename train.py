@@ -111,8 +111,8 @@ MAY_CHANGE = ("steps", "save_every", "workers")                       # on --res
 
 def parse(argv: list[str] | None) -> tuple[Config, Path | None]:
     """The settled configuration, and the run directory to go on with (--resume)."""
-    parser = Parser(description="GRPO and DAPO with SALT. Defaults are Table 4 of the paper; the tiny "
-                                     f"model has its own: {', '.join(f'{k} {v}' for k, v in TINY.items())}.")
+    parser = Parser(description="GRPO and DAPO with SALT. Defaults are Table 4 of the paper; the tiny model has its own: "
+                    f"{', '.join(f'{name} {value}' for name, value in TINY.items())}.")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
     for item in dataclasses.fields(Config):
         kind = next(t for t in (bool, str, float, int) if t.__name__ in str(item.type))
@@ -334,12 +334,15 @@ def form_gram(config: Config, head: models.Head, scored: models.Scored, step: in
 # -------------------------------------------------------------------------------------------------------- the whole run
 
 
-def train(config: Config, resume: Path | None, pool) -> RunDirectory:
+def train(config: Config, resume: Path | None, problems: list[Problem], pool) -> RunDirectory:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
     test = load_problems(config.dataset, split="test", data_dir=config.data_dir, limit=config.eval_limit) \
         if config.eval_every else []
     model, tokenizer = models.load(models.resolve(config.model, seed=config.seed), device=device)
+    context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    if config.max_prompt + config.max_response > context:
+        raise UserError(f"--max-prompt {config.max_prompt} and --max-response {config.max_response} exceed the context of "
+                        f"{config.model}, {context} tokens")
     prompts = encode_problems(problems, tokenizer, config.max_prompt)
     stream = PromptStream([problem for problem in problems if problem.id in prompts], config.seed)
     drawn_at_once = config.gen_batch if config.algo == "dapo" else config.batch_size
@@ -512,9 +515,10 @@ def main(argv: list[str] | None = None, pool=None) -> int:
     if config.model == "tiny" and resume is None:
         sizes = ", ".join(f"{name} {getattr(config, name)}" for name in TINY)
         print(f"tiny model: its own sizes instead of Table 4's ({sizes})")
+    problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
     with contextlib.ExitStack() as stack:
-        pool = pool or stack.enter_context(RewardPool("math", config.workers, config.reward_timeout))
-        report(train(config, resume, pool))
+        pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout))
+        report(train(config, resume, problems, pool))
     return 0
 
 

@@ -50,12 +50,12 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-HOST_BUDGET = 2 ** 27         # bytes of features held at a time on the CPU, twice
+HOST_BUDGET = 2 ** 27         # bytes of features and residuals held at a time on the CPU
 DEVICE_BUDGET = 2 ** 30       # and on an accelerator, whose matrix products want wider blocks
 HOST_TOKENS = 2 ** 12         # tokens of a batch of responses on the CPU: its residuals should stay in the cache
 DEVICE_TOKENS = 2 ** 16       # and on an accelerator, where launches cost more than memory traffic
 PADDING = 1 / 8               # a batch's shortest response is shorter than its longest by at most this share
-SLICE = 2 ** 13               # longest inner product in float32 on the way to K; longer sums go on in float64
+SLICE = 2 ** 12               # longest inner product in float32 on the way to K; longer sums go on in float64
 ROUNDING = 4                  # allowance of the certified bounds, in units of eps·(1 + |lse|) per token
 
 
@@ -143,10 +143,11 @@ def lm_head_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor
     Raises ValueError or TypeError for shapes, dtypes, tokens or lengths that do not fit, and ValueError naming the
     response where a hidden state or its gradient is NaN or infinite.
     """
-    _check_options(temperature, length_norm, method, tolerance, sketch_dim, block)
-    sizes = _check_tensors(hidden, tokens, lengths, weight, bias, logsumexp, delta_norms)              # (m,)
+    check_options(temperature, length_norm, method, tolerance, sketch_dim, block)
+    sizes = check_layout(hidden, tokens, lengths, weight, bias, logsumexp, delta_norms)                # (m,)
+    check_values(peaks(hidden), tokens, sizes, len(weight), logsumexp, delta_norms)
     tokens = tokens.to(hidden.device, torch.int64)
-    scale = (1 / temperature) / (sizes.clamp_min(1) if length_norm == "mean" else torch.ones_like(sizes)).double()
+    scale = feature_scale(sizes, temperature, length_norm)
     head = {"weight": weight, "bias": bias, "temperature": temperature}
     if method == "sketch":
         sketch = count_sketch(len(weight), sketch_dim, generator, hidden.device)
@@ -156,16 +157,14 @@ def lm_head_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor
         if logsumexp is None or (tolerance > 0 and delta_norms is None):
             statistics = _statistics(hidden, tokens, head)
             logsumexp, delta_norms = statistics["logsumexp"], statistics["delta_norms"]
-        walk = partial(_exact_gram, hidden, tokens, sizes, scale, head, logsumexp.to(hidden.device), block)
+        walk = partial(exact_gram, hidden, tokens, sizes, scale, head, logsumexp.to(hidden.device), block)
         if tolerance > 0:
-            terms, rounding = _filter_terms(hidden, sizes, scale, logsumexp, delta_norms)
+            terms, rounding = filter_terms(hidden, sizes, scale, logsumexp, delta_norms)
             gram, _, errors = filtered_gram(walk, terms, rounding, sizes, tolerance)
             bound = gram_bound(gram, errors)
         else:
             gram, bound = walk(None), 0.0
-    if not gram.isfinite().all():
-        worst = int(gram.isfinite().sum(dim=1).argmin())
-        raise ValueError(f"the gradient of response {worst} is not finite: look at the LM head and the logsumexp")
+    check_finite(gram)
     return (gram, bound) if return_bound else gram
 
 
@@ -192,9 +191,11 @@ def naive_features(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tens
 
 # ---- the walk over the vocabulary ----
 
-def _exact_gram(hidden: Tensor, tokens: Tensor, sizes: Tensor, scale: Tensor, head: dict, logsumexp: Tensor,
-                block: int | None, keep: Tensor | None) -> Tensor:
-    """K (m, m) of the packed tokens, or of those that keep (N,) marks."""
+def exact_gram(hidden: Tensor, tokens: Tensor, sizes: Tensor, scale: Tensor, head: dict, logsumexp: Tensor,
+               block: int | None, keep: Tensor | None) -> Tensor:
+    """K (m, m) of the packed tokens, or of those that keep (N,) marks. A token outside the weight's rows has no one-hot,
+    so shares of the rows, each with tokens − its first row, give matrices that add up to K.
+    """
     weight, bias, temperature = head["weight"], head["bias"], head["temperature"]
     groups = _groups(hidden, sizes, keep)
     labels = [group.gather(tokens, -1) for group in groups]                                            # (g, T)
@@ -229,12 +230,13 @@ def _accumulate(groups: list[_Group], residual: Callable[[int, int, int], Tensor
     """Σ over blocks of F_b F_bᵀ / m, F_b = residualᵀ · hidden; residual(group, start, stop): (g, T, stop − start)."""
     m = len(scale)
     gram = torch.zeros(m, m, dtype=torch.float64)
-    if not groups:
+    if not groups or width == 0:
         return gram
     order = torch.cat([group.responses for group in groups])                   # (m',) responses that have tokens
     states = groups[0].hidden
     d, budget = states.shape[2], DEVICE_BUDGET if states.is_cuda else HOST_BUDGET
-    block = min(width, block or max(1, budget // (2 * states.element_size() * len(order) * d)))
+    column = len(order) * d + max(group.rows.numel() for group in groups)      # numbers held per vocabulary row
+    block = min(width, block or max(1, budget // (2 * states.element_size() * column)))
     depth = min(block, max(1, SLICE // d))
     block -= block % depth
     features = states.new_zeros(len(order), block, d)
@@ -251,6 +253,11 @@ def _accumulate(groups: list[_Group], residual: Callable[[int, int, int], Tensor
         total += _batched_product(slices, slices.mT).sum(0, dtype=torch.float64)
     gram[order.unsqueeze(1), order] = (total + total.T).cpu() / (2 * m)                                # Eq. 4
     return gram * scale.unsqueeze(1) * scale
+
+
+def feature_scale(sizes: Tensor, temperature: float, length_norm: str) -> Tensor:
+    """What Eq. 19 multiplies a response's summed outer products by: 1/(τ T_i), or 1/τ; (m,) float64."""
+    return (1 / temperature) / (sizes.clamp_min(1) if length_norm == "mean" else torch.ones_like(sizes)).double()
 
 
 def _groups(hidden: Tensor, sizes: Tensor, keep: Tensor | None) -> list[_Group]:
@@ -351,8 +358,8 @@ def choose_tokens(terms: Tensor, rounding: Tensor, sizes: Tensor, tolerance: flo
     return ~dropped[inside], table.where(dropped, 0).sum(1)
 
 
-def _filter_terms(hidden: Tensor, sizes: Tensor, scale: Tensor, logsumexp: Tensor,
-                  delta_norms: Tensor) -> tuple[Tensor, Tensor]:
+def filter_terms(hidden: Tensor, sizes: Tensor, scale: Tensor, logsumexp: Tensor,
+                 delta_norms: Tensor) -> tuple[Tensor, Tensor]:
     """‖δ_t‖‖h_t‖ / (τ T_i) (N,), and the allowance for rounding of each feature (m,); float64 on the CPU."""
     unit = torch.finfo(torch.float64 if hidden.dtype == torch.float64 else torch.float32).eps
     norms = torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float64).cpu() * scale.repeat_interleave(sizes)
@@ -374,7 +381,7 @@ def gram_bound(gram: Tensor, errors: Tensor) -> float:
 
 # ---- what can be wrong with the arguments ----
 
-def _check_options(temperature: float, length_norm: str, method: str, tolerance: float, sketch_dim: int,
+def check_options(temperature: float, length_norm: str, method: str, tolerance: float, sketch_dim: int,
                    block: int | None) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature is {temperature}: it must be positive and finite")
@@ -390,9 +397,9 @@ def _check_options(temperature: float, length_norm: str, method: str, tolerance:
         raise ValueError(f"sketch_dim is {sketch_dim} and block {block}: both must be at least 1")
 
 
-def _check_tensors(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None,
-                   logsumexp: Tensor | None, delta_norms: Tensor | None) -> Tensor:
-    """Shapes, dtypes, devices and values; returns the lengths (m,) as int64 on the CPU."""
+def check_layout(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None,
+                 logsumexp: Tensor | None, delta_norms: Tensor | None, fewest: int = 1) -> Tensor:
+    """Shapes, dtypes and devices, and at least `fewest` responses; returns the lengths (m,) as int64 on the CPU."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be (N, d) and (V, d)")
     if not hidden.is_floating_point() or weight.dtype != hidden.dtype:
@@ -404,20 +411,37 @@ def _check_tensors(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tens
     if tokens.is_floating_point() or lengths.is_floating_point():
         raise TypeError(f"tokens are {tokens.dtype} and lengths {lengths.dtype}: both must be integers")
     sizes = lengths.detach().to("cpu", torch.int64)
-    if sizes.ndim != 1 or len(sizes) == 0 or bool((sizes < 0).any()):
-        raise ValueError(f"lengths {tuple(lengths.shape)} must be (m,) with m ≥ 1 and no negative entry")
+    if sizes.ndim != 1 or len(sizes) < fewest or bool((sizes < 0).any()):
+        raise ValueError(f"lengths {tuple(lengths.shape)} must be (m,) with m ≥ {fewest} and no negative entry")
     if int(sizes.sum()) != len(hidden):
         raise ValueError(f"lengths sum to {int(sizes.sum())}, but there are {len(hidden)} hidden states")
     packed = {"tokens": tokens, "logsumexp": logsumexp, "delta_norms": delta_norms}
     for name, values in packed.items():
         if values is not None and values.shape != hidden.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(values.shape)}, the hidden states need ({len(hidden)},)")
-    _refuse((tokens < 0) | (tokens >= len(weight)), sizes, f"a token outside the vocabulary of {len(weight)}")
-    _refuse(~torch.linalg.vector_norm(hidden, math.inf, dim=1).isfinite(), sizes, "a NaN or infinite hidden state")
-    for name in ("logsumexp", "delta_norms"):
-        if packed[name] is not None:
-            _refuse(~packed[name].isfinite(), sizes, f"a NaN or infinite {name}")
     return sizes
+
+
+def peaks(hidden: Tensor) -> Tensor:
+    """The largest magnitude in each hidden state (N,): NaN or infinite where the state is."""
+    return torch.linalg.vector_norm(hidden, math.inf, dim=1)
+
+
+def check_values(peak: Tensor, tokens: Tensor, sizes: Tensor, vocabulary: int, logsumexp: Tensor | None,
+                 delta_norms: Tensor | None) -> None:
+    """Refuse tokens outside the vocabulary and what is not finite, naming the response; peak (N,) from `peaks`."""
+    _refuse((tokens < 0) | (tokens >= vocabulary), sizes, f"a token outside the vocabulary of {vocabulary}")
+    _refuse(~peak.isfinite(), sizes, "a NaN or infinite hidden state")
+    for name, values in {"logsumexp": logsumexp, "delta_norms": delta_norms}.items():
+        if values is not None:
+            _refuse(~values.isfinite(), sizes, f"a NaN or infinite {name}")
+
+
+def check_finite(gram: Tensor) -> None:
+    """Refuse K (m, m) with NaN or infinite entries, naming the response to which most of them belong."""
+    if not gram.isfinite().all():
+        worst = int(gram.isfinite().sum(dim=1).argmin())
+        raise ValueError(f"the gradient of response {worst} is not finite: look at the LM head and the logsumexp")
 
 
 def _refuse(bad: Tensor, sizes: Tensor, what: str) -> None:

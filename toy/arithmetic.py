@@ -133,6 +133,8 @@ def _train(config: WarmStart, folder: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "warm_start.json").write_text(json.dumps(dataclasses.asdict(config)))

@@ -333,14 +333,18 @@ def draw_bottleneck(rows: list[dict], path: Path) -> None:
     panel(middle, guided, "G", {"bound": r"bound $B_\delta$", "update": r"update $\|g_q\|_2$"},
           {"guide": r"$\propto 1/\sqrt{G}$"}, title="(b) means over groups with a signal")
     middle.set_ylim(bottom=0)
-    top = 1.5 * torch.cat([row["bounds"] for row in rows]).max().item()
+    updates, bounds = (torch.cat([row[name] for row in rows]) for name in ("updates", "bounds"))
+    top = 10 ** bounds.max().log10().ceil().item()
+    left_edge, floor = (max(10 ** v.min().log10().floor().item(), top / 1e3) for v in (bounds, updates))
     for row in rows:
         right.scatter(row["bounds"], row["updates"], s=10, c=[row["G"]] * len(row["updates"]), cmap="viridis_r",
                       norm="log", vmin=rows[0]["G"], vmax=rows[-1]["G"], label=row["G"])
     right.plot([top / 1e3, top], [top / 1e3, top], "k--", lw=1)
-    right.set(xscale="log", yscale="log", xlim=(top / 100, top), ylim=(top / 1e3, top), title="(c) every such group; "
+    right.set(xscale="log", yscale="log", xlim=(left_edge, top), ylim=(floor, top), title="(c) every such group; "
               "dashed: Eq. 11", xlabel=r"bound $B_\delta(q)$", ylabel=r"update $\|g_q\|_2$")
-    right.legend(title="$G$", fontsize=8, ncols=2, loc="lower right")
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_minor_formatter("")
+    right.legend(title="$G$", fontsize=8, ncols=2, loc="upper left")                     # no point can lie there
     figure.savefig(path, dpi=130)
 
 

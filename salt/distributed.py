@@ -1,0 +1,192 @@
+"""Many processes, one Gram matrix: each walks its own rows of the vocabulary, and hidden states travel, never features.
+
+K adds up over slices of the vocabulary (salt/proxy.py). Rank r needs the hidden states of all responses (N·d numbers)
+but only its own V/R rows of the LM head, which under FSDP2 are the rows it holds anyway; the R partial matrices (m, m)
+are summed. With the certified filter, only the tokens that are kept travel.
+
+Every rank calls these functions equally often and in the same order. Without a process group they act on the one
+process there is. What is wrong on one rank is raised on all of them; a rank that dies or stays away ends the others
+after the process group's timeout.
+
+Glossary
+    paper      name               shape       equation
+    h_t        hidden             (N, d)      19   this rank's, packed over its responses; d and dtype equal everywhere
+    o_t        tokens             (N,)        19
+    |o_i|      lengths            (m_r,)      19   m = Σ m_r, and m_r may be 0
+    W_out      weight             (V, d)      19   whole on every rank, or a DTensor sharded by rows (FSDP2)
+    K          gram               (m, m)      4    the responses in rank order
+    a'         (compute_once)     (m,)        18
+
+Departures from the paper
+    1. The paper does not say how K is formed over processes. Here it is that of the whole mini-batch, and a' is computed
+       on one rank only: near λ_k ≈ λ_{k+1} two processes could choose different subspaces.
+    2. No sketch: it belongs to the scoring pass, where whole rows of logits are at hand.
+"""
+from typing import Any, Callable, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from salt import proxy
+
+Value = TypeVar("Value")
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def gather_objects(value: Any) -> list:
+    """A small picklable value of every rank, in rank order, on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def agree(check: Callable[[], tuple[dict, Value]]) -> Value:
+    """Run `check` on every rank and return its value. Its facts must be the same everywhere.
+
+    Where it raises ValueError or TypeError on one rank, or the facts differ, every rank raises.
+    """
+    facts, value, problem = {}, None, None
+    try:
+        facts, value = check()
+    except (ValueError, TypeError) as error:
+        problem = error
+    reports = gather_objects((facts, problem))
+    for source, (_, error) in enumerate(reports):
+        if error is not None:
+            raise type(error)(f"rank {source}: {error}" if world_size() > 1 else str(error))
+    first = reports[0][0]
+    for source, (other, _) in enumerate(reports):
+        for name in first:
+            if other[name] != first[name]:
+                raise ValueError(f"{name} differs between ranks: {first[name]} on rank 0, {other[name]} on {source}")
+    return value
+
+
+def gather_packed(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that every rank has some rows of, perhaps none -> all rows in rank order on every rank, bit for bit.
+
+    A column is (N_r, …) and packed over tokens, or (m_r, …) with a row for each response; what follows the first
+    dimension, and the dtype, must agree across ranks, or every rank raises ValueError.
+    """
+    agree(lambda: ({"layout": {name: (str(v.dtype), tuple(v.shape[1:])) for name, v in columns.items()}}, None))
+    counts = gather_objects({name: len(column) for name, column in columns.items()})
+    return {name: _gather_rows(column, [count[name] for count in counts]) for name, column in columns.items()}
+
+
+def _gather_rows(local: Tensor, counts: list[int]) -> Tensor:
+    """Each rank broadcasts its rows into their place: no padding, and no second copy of the whole."""
+    if len(counts) == 1:
+        return local
+    whole = local.new_empty(sum(counts), *local.shape[1:])
+    for source, rows in enumerate(whole.split(counts)):
+        if source == rank():
+            rows.copy_(local)
+        if rows.numel():
+            dist.broadcast(rows, src=source)
+    return whole
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of every rank's tensor. Added up on rank 0 and sent from there, so that all hold the same bits."""
+    total = values.clone()
+    if world_size() > 1:
+        dist.reduce(total, dst=0)
+        dist.broadcast(total, src=0)
+    return total
+
+
+def compute_once(compute: Callable[[], Value]) -> Value:
+    """`compute()` on rank 0, its value on every rank: `compute_once(lambda: reweight(gram, advantages, blocks))` (Eq. 18).
+
+    For small values on the CPU. What it raises is raised everywhere. A generator it draws from advances on rank 0 only.
+    """
+    outcome: list = [None, None]
+    if rank() == 0:
+        try:
+            outcome[0] = compute()
+        except Exception as error:                         # whatever it is: the other ranks are waiting for an answer
+            outcome[1] = error
+    if world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def vocabulary_share(weight: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a (V, …) tensor and the index of the first: (V_r, …), by torch.chunk's rule as in FSDP2.
+
+    V that R does not divide leaves the last ranks fewer rows, perhaps none. A DTensor gives the rows that lie here.
+    """
+    size = -(-len(weight) // world_size())
+    start = min(rank() * size, len(weight))
+    if not isinstance(weight, DTensor):
+        return weight[start:start + size], start
+    mesh = weight.device_mesh.mesh.tolist()
+    if weight.placements != (Shard(0),) or mesh != list(range(world_size())):
+        raise ValueError(f"the LM head lies as {weight.placements} on the mesh {mesh}: it must be sharded by rows over "
+                         f"all {world_size()} ranks")
+    return weight.to_local(), start
+
+
+@torch.no_grad()
+def vocabulary_parallel_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, *, logsumexp: Tensor,
+                             bias: Tensor | None = None, temperature: float = 1.0, length_norm: str = "mean",
+                             tolerance: float = 0.0, delta_norms: Tensor | None = None, block: int | None = None,
+                             return_bound: bool = False) -> Tensor | tuple[Tensor, float]:
+    """`proxy.lm_head_gram` of the responses of all ranks: K (m, m) float64 on the CPU, the same bits on every rank.
+
+    hidden (N, d), tokens, logsumexp and delta_norms (N,), lengths (m_r,): this rank's. weight (V, d) and bias (V,):
+    whole, or DTensors sharded by rows; sharded ones are taken in the dtype of the hidden states, in which FSDP2's mixed
+    precision uses them. The other arguments as there. logsumexp is needed, and delta_norms where tolerance > 0.
+    Raises ValueError or TypeError on every rank where an argument is wrong on one; responses are numbered over all.
+    """
+    def check() -> tuple[dict, tuple[dict, int, Tensor]]:
+        proxy.check_options(temperature, length_norm, "exact", tolerance, 1, block)
+        if tolerance > 0 and delta_norms is None:
+            raise ValueError(f"tolerance is {tolerance}: the filter needs delta_norms from the scoring pass")
+        rows, start = vocabulary_share(weight)
+        head = {"weight": rows.to(hidden.dtype) if isinstance(weight, DTensor) else rows,
+                "bias": None if bias is None else vocabulary_share(bias)[0], "temperature": temperature}
+        sizes = proxy.check_layout(hidden, tokens, lengths, head["weight"], head["bias"], logsumexp, delta_norms,
+                                   fewest=0)
+        return {"the LM head's shape": tuple(weight.shape), "its bias": bias is not None, "temperature": temperature,
+                "length_norm": length_norm, "tolerance": tolerance}, (head, start, sizes)
+
+    head, start, own_sizes = agree(check)
+    whole = gather_packed(_small_columns(hidden, tokens, own_sizes, logsumexp, delta_norms, tolerance,
+                                         proxy.feature_scale(own_sizes, temperature, length_norm)))
+    sizes = whole["sizes"].cpu()                                                                       # (m,)
+    if len(sizes) == 0:
+        raise ValueError("lengths is empty on every rank: there is no response")
+    proxy.check_values(whole["peaks"], whole["tokens"], sizes, len(weight), whole["logsumexp"],
+                       whole.get("delta_norms"))
+    scale = proxy.feature_scale(sizes, temperature, length_norm)
+    first = sum(gather_objects(len(hidden))[:rank()])
+
+    def walk(keep: Tensor | None) -> Tensor:
+        if keep is None:
+            states, labels, logs, counts = hidden, whole["tokens"], whole["logsumexp"], sizes
+        else:
+            states, labels, logs = hidden[keep[first:first + len(hidden)]], whole["tokens"][keep], whole["logsumexp"][keep]
+            counts = torch.stack([part.sum() for part in keep.split(sizes.tolist())])
+        states = gather_packed({"hidden": states})["hidden"]
+        return sum_over_ranks(proxy.exact_gram(states, labels - start, counts, scale, head, logs, block, None))
+
+    if tolerance > 0:
+        gram, _, errors = proxy.filtered_gram(walk, whole["terms"].cpu(), whole["rounding"].cpu(), sizes, tolerance)
+        bound = proxy.gram_bound(gram, errors)
+    else:
+        gram, bound = walk(None), 0.0
+    proxy.check_finite(gram)
+    return (gram, bound) if return_bound else gram
