@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -107,6 +108,7 @@ RELEASED_CODE = {"salt_scope": 8, "length_norm": "sum", "rank_max": 64, "rank_be
                  "aggregation": "token-mean"}
 PAPER = {"salt_scope": "mini-batch", "length_norm": "mean", "rank_below_full": False}
 MAY_CHANGE = ("steps", "save_every", "workers")                       # on --resume
+MAY_BE_ZERO, MAY_BE_INFINITE = ("seed", "top_k", "eval_every"), ("max_grad_norm", "clip_high")
 
 
 def parse(argv: list[str] | None) -> tuple[Config, Path | None]:
@@ -151,7 +153,7 @@ def settle(given: dict) -> Config:
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
     sizes = TINY if given.get("model", "tiny") == "tiny" else {}
     config = Config(**derived | preset | sizes | given)
-    if str(config.salt_scope).isdigit():
+    if str(config.salt_scope).isdecimal():
         config.salt_scope = int(config.salt_scope)
     if config.output is None:
         names = Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt
@@ -162,14 +164,16 @@ def settle(given: dict) -> Config:
 def validate(config: Config) -> None:
     """One line for every configuration that cannot mean anything."""
     for item in dataclasses.fields(config):
-        value, choices = getattr(config, item.name), item.metadata["choices"]
+        name, value, choices = item.name, getattr(config, item.name), item.metadata["choices"]
+        flag, least = f"--{name.replace('_', '-')} {value}", 0 if name in MAY_BE_ZERO else 1
         if choices and value is not None and value not in choices:
-            raise UserError(f"--{item.name.replace('_', '-')} {value}: one of {', '.join(choices)}")
-    for name in ("group_size", "batch_size", "mini_batch", "micro_batch", "epochs", "max_prompt", "max_response",
-                 "gen_batch", "max_gen_batches", "workers", "reward_timeout", "save_every", "eval_limit",
-                 "eval_samples"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(config, name)}")
+            raise UserError(f"{flag}: one of {', '.join(choices)}")
+        if type(value) is int and name != "salt_scope" and value < least:
+            raise UserError(f"{flag}: at least {least}")
+        if type(value) is float and not (0 <= value < math.inf or value == math.inf and name in MAY_BE_INFINITE):
+            raise UserError(f"{flag}: a finite number that is not negative")
+    if config.alpha > 1:
+        raise UserError(f"--alpha {config.alpha}: at most 1")
     if config.batch_size % config.mini_batch:
         raise UserError(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
     if config.temperature <= 0:
@@ -215,7 +219,8 @@ def encode_problems(problems: list[Problem], tokenizer, max_prompt: int) -> dict
 def sample_mixed_groups(config: Config, sample, pool, leftover: tuple[Rollouts, list[float]]):
     """DAPO's dynamic sampling: only groups with right and wrong answers (Eq. 69's condition), until a batch is full.
 
-    `sample(attempt)` draws a generation batch -> (rollouts, answers). Groups beyond the batch wait for the next step.
+    `sample(attempt)` draws a generation batch -> (rollouts, answers). Groups beyond the batch wait for the next step;
+    they are one update old by then, and the ratio of Eq. 3 is taken to the policy at the start of that step.
     Returns rollouts, verdicts, the new leftover, and the verdicts on everything drawn.
     """
     kept, verdicts = leftover
@@ -443,10 +448,11 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
                 with clock("diagnostics"):
                     geometry.append(geometry_metrics(gram, advantages[members], config.group_size,
                                                      coefficients[members], reweighted))
-                grams.append(gram)
+            grams.append(gram)
 
         # ---- loss, backward, clip, step: one update per mini-batch
-        checked = config.model == "tiny" and bool(grams) and not head.tied and config.regularizer != "clip-cov"
+        checked = (config.model == "tiny" and config.diagnostics == "on" and not head.tied
+                   and config.regularizer != "clip-cov")
         losses = []
         with clock("update"):
             for index, members in enumerate(mini_batches):
@@ -470,15 +476,18 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
                   "length": scored.lengths.float().mean().item(), "entropy": entropy,
                   "truncated": 1 - sum(rollouts.finished) / len(rollouts.finished)}
         record |= mean_of(losses) | mean_of(geometry)
+        if grams:
+            record["gram_not_finite"] = sum(not gram.isfinite().all() for gram in grams) / len(grams)
         if config.model == "tiny":
             check_theory(step, record)
-        if config.eval_every and (step % config.eval_every == 0 or step == total):
+        last = step == total or stream.taken + drawn_at_once > budget
+        if config.eval_every and (step % config.eval_every == 0 or last):
             with clock("evaluate"):
                 record |= evaluate()
         seconds = clock.seconds | {"total": round(time.perf_counter() - started, 4)}
         run_directory.log(record | {"system": {"seconds": seconds, "reward_restarts": pool.restarts,
                                                "reward_timeouts": pool.timeouts}})
-        if step % config.save_every == 0 or step == total:
+        if step % config.save_every == 0 or last:
             checkpoint.save(run_directory.checkpoints, step, {
                 "config": settings, "step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                 "stream": stream.state(), "entropy_range": entropy_range,

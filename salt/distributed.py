@@ -22,6 +22,7 @@ Departures from the paper
        on one rank only: near λ_k ≈ λ_{k+1} two processes could choose different subspaces.
     2. No sketch: it belongs to the scoring pass, where whole rows of logits are at hand.
 """
+from functools import partial
 from typing import Any, Callable, TypeVar
 
 import torch
@@ -151,42 +152,46 @@ def vocabulary_parallel_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, we
     precision uses them. The other arguments as there. logsumexp is needed, and delta_norms where tolerance > 0.
     Raises ValueError or TypeError on every rank where an argument is wrong on one; responses are numbered over all.
     """
-    def check() -> tuple[dict, tuple[dict, int, Tensor]]:
-        proxy.check_options(temperature, length_norm, "exact", tolerance, 1, block)
-        if tolerance > 0 and delta_norms is None:
-            raise ValueError(f"tolerance is {tolerance}: the filter needs delta_norms from the scoring pass")
-        rows, start = vocabulary_share(weight)
-        head = {"weight": rows.to(hidden.dtype) if isinstance(weight, DTensor) else rows,
-                "bias": None if bias is None else vocabulary_share(bias)[0], "temperature": temperature}
-        sizes = proxy.check_layout(hidden, tokens, lengths, head["weight"], head["bias"], logsumexp, delta_norms,
-                                   fewest=0)
-        return {"the LM head's shape": tuple(weight.shape), "its bias": bias is not None, "temperature": temperature,
-                "length_norm": length_norm, "tolerance": tolerance}, (head, start, sizes)
-
-    head, start, own_sizes = agree(check)
-    whole = gather_packed(_small_columns(hidden, tokens, own_sizes, logsumexp, delta_norms, tolerance,
-                                         proxy.feature_scale(own_sizes, temperature, length_norm)))
-    sizes = whole["sizes"].cpu()                                                                       # (m,)
+    scaled = partial(proxy.feature_scale, temperature=temperature, length_norm=length_norm)
+    options = {"temperature": temperature, "length_norm": length_norm, "tolerance": tolerance}
+    head, start, own = agree(lambda: _own_share(hidden, tokens, lengths, weight, bias, logsumexp, delta_norms, block,
+                                                **options))
+    columns = {"tokens": tokens.long(), "logsumexp": logsumexp, "peaks": proxy.peaks(hidden), "sizes": own}
+    if tolerance > 0:
+        terms, rounding = proxy.filter_terms(hidden, own, scaled(own), logsumexp, delta_norms)
+        columns |= {"delta_norms": delta_norms, "terms": terms, "rounding": rounding}
+    whole = gather_packed({name: column.to(hidden.device) for name, column in columns.items()})
+    sizes, first = whole["sizes"].cpu(), sum(gather_objects(len(hidden))[:rank()])                     # (m,)
     if len(sizes) == 0:
         raise ValueError("lengths is empty on every rank: there is no response")
     proxy.check_values(whole["peaks"], whole["tokens"], sizes, len(weight), whole["logsumexp"],
                        whole.get("delta_norms"))
-    scale = proxy.feature_scale(sizes, temperature, length_norm)
-    first = sum(gather_objects(len(hidden))[:rank()])
 
-    def walk(keep: Tensor | None) -> Tensor:
-        if keep is None:
-            states, labels, logs, counts = hidden, whole["tokens"], whole["logsumexp"], sizes
-        else:
-            states, labels, logs = hidden[keep[first:first + len(hidden)]], whole["tokens"][keep], whole["logsumexp"][keep]
-            counts = torch.stack([part.sum() for part in keep.split(sizes.tolist())])
-        states = gather_packed({"hidden": states})["hidden"]
-        return sum_over_ranks(proxy.exact_gram(states, labels - start, counts, scale, head, logs, block, None))
+    def walk(keep: Tensor) -> Tensor:
+        counts = torch.stack([part.sum() for part in keep.split(sizes.tolist())])
+        states = gather_packed({"hidden": hidden[keep[first:first + len(hidden)]]})["hidden"]
+        share = proxy.exact_gram(states, whole["tokens"][keep] - start, counts, scaled(sizes), head,
+                                 whole["logsumexp"][keep], block, None)
+        return sum_over_ranks(share.to(hidden.device)).cpu()
 
     if tolerance > 0:
         gram, _, errors = proxy.filtered_gram(walk, whole["terms"].cpu(), whole["rounding"].cpu(), sizes, tolerance)
         bound = proxy.gram_bound(gram, errors)
     else:
-        gram, bound = walk(None), 0.0
+        gram, bound = walk(torch.ones(int(sizes.sum()), dtype=torch.bool)), 0.0
     proxy.check_finite(gram)
     return (gram, bound) if return_bound else gram
+
+
+def _own_share(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None, logsumexp: Tensor,
+               delta_norms: Tensor | None, block: int | None, **options) -> tuple[dict, tuple[dict, int, Tensor]]:
+    """Check what can be checked before anything travels -> facts for `agree`; (own rows of the head, the first, sizes)."""
+    proxy.check_options(options["temperature"], options["length_norm"], "exact", options["tolerance"], 1, block)
+    if options["tolerance"] > 0 and delta_norms is None:
+        raise ValueError(f"tolerance is {options['tolerance']}: the filter needs delta_norms from the scoring pass")
+    rows, start = vocabulary_share(weight)
+    head = {"weight": rows.to(hidden.dtype) if isinstance(weight, DTensor) else rows,
+            "bias": None if bias is None else vocabulary_share(bias)[0], "temperature": options["temperature"]}
+    sizes = proxy.check_layout(hidden, tokens, lengths, head["weight"], head["bias"], logsumexp, delta_norms, fewest=0)
+    facts = {"the LM head's shape": tuple(weight.shape), "the dtype": str(hidden.dtype), "its bias": bias is not None}
+    return facts | options, (head, start, sizes)

@@ -61,13 +61,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: dict) -> "RunDirectory":
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path} already holds something: choose another --output, or --resume {path}")
         try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise UserError(f"{path} already holds something: choose another --output, or --resume {path}")
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.json").write_text(json.dumps(config | {"provenance": provenance()}, indent=1) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write to {path}: {error.strerror}") from error
+            raise UserError(f"cannot write to {str(path)[:200]}: {error.strerror}") from error
         return cls(path)
 
     @staticmethod
@@ -139,7 +139,7 @@ def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coeffici
     """What the K of a mini-batch says: redundancy (App. D.1), the residual bottleneck with the errors of Eq. 10 and 11
     (App. B), and with SALT the channels and the deviation from the base algorithm (App. F.5)."""
     if not torch.isfinite(gram).all():
-        return {"gram_not_finite": 1.0}
+        return {}
     record = group_geometry(gram, advantages, group_size)
     residual = residual_diagnostic(gram, advantages, group_size)
     energy = residual["e_total"].sqrt() / group_size

@@ -83,14 +83,17 @@ def resolve(name: str, *, seed: int = 0) -> str:
 
 def load(source: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32):
     """Model and tokenizer of a folder or hub id, checked: master weights in `dtype`, LM head of the plain form."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {source}: {str(error).strip().splitlines()[0]}") from error
+        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"cannot load the model {source}: {str(error).strip().splitlines()[0]}") from error
+    if found["missing_keys"]:                                       # the library would make up random ones
+        raise UserError(f"{source} has no weights for {sorted(found['missing_keys'])[0]}: take a causal language model")
     if len(tokenizer) < 3 or tokenizer.eos_token_id is None:        # a folder without one gives an empty tokenizer
         raise UserError(f"{source} has no tokenizer with an end-of-sequence token: save one beside the model")
     model.to(device).eval()

@@ -193,8 +193,10 @@ def naive_features(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tens
 
 def exact_gram(hidden: Tensor, tokens: Tensor, sizes: Tensor, scale: Tensor, head: dict, logsumexp: Tensor,
                block: int | None, keep: Tensor | None) -> Tensor:
-    """K (m, m) of the packed tokens, or of those that keep (N,) marks. A token outside the weight's rows has no one-hot,
-    so shares of the rows, each with tokens − its first row, give matrices that add up to K.
+    """K (m, m) of the packed tokens, or of those that keep (N,) marks.
+
+    A token outside the weight's rows has no one-hot, so shares of the rows, each with tokens − its first row, give
+    matrices that add up to K.
     """
     weight, bias, temperature = head["weight"], head["bias"], head["temperature"]
     groups = _groups(hidden, sizes, keep)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from salt.errors import UserError
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -77,7 +79,14 @@ class TransformersSampler:
         device = self.model.device
         tokens = torch.tensor([[self.eos[0]] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        out = self.model.generate(tokens, attention_mask=mask, generation_config=self._config(temperature, max_tokens))
+        try:
+            out = self.model.generate(tokens, attention_mask=mask,
+                                      generation_config=self._config(temperature, max_tokens))
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise UserError("the model's next-token probabilities are not finite: training has diverged, try a lower "
+                            "--lr; its checkpoints are intact") from error
         responses = [self._until_eos(row) for row in out[:, width:].tolist()]
         return Rollouts(rows, responses, [bool(r) and r[-1] in self.eos for r in responses],
                         self.tokenizer.batch_decode(responses, skip_special_tokens=True))

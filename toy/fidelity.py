@@ -1,6 +1,6 @@
 """How faithful the LM-head proxy is: Sec. 3.2 and App. E (Tables 1 and 5 and their figure), measured.
 
-    python toy/fidelity.py                # a few minutes on two cores; --quick: half a minute
+    python toy/fidelity.py                # two or three minutes on two cores; --quick: a quarter of one
     python toy/fidelity.py --model runs/NAME            # a run of train.py, or any small Hugging Face model
 
 SALT sees K of the LM head only. Here K of every other parameter stands beside it: per response the gradient of its mean
@@ -35,7 +35,7 @@ import csv
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Iterator
 
 import torch
@@ -55,11 +55,11 @@ from salt.proxy import lm_head_gram                                             
 from salt.reward import math_reward                                                                     # noqa: E402
 from salt.rollout import Rollouts, TransformersSampler                                                  # noqa: E402
 from toy.arithmetic import problems, question                                                           # noqa: E402
-from toy.cancellation import new_figure, verdict                                                        # noqa: E402
+from toy.cancellation import claim, new_figure, verdict                                                       # noqa: E402
 
-SAMPLED, TEMPERATURES = 0.6, {"matched": 0.6, "mismatched": 1.0}
+SAMPLED, SCORED = 0.6, {"matched": 0.6, "mismatched": 1.0}
 BUDGET = 2 ** 30                  # bytes of per-response gradients held at a time
-MAX_TOKENS, NOISE, TOP = 64, 2 ** 16, 8
+MAX_TOKENS, NOISE, TOP, DRAWS = 64, 2 ** 16, 8, 4
 FULL, LAST, RANDOM = "Full gradient", "Last block, disjoint", "Random-block average"
 PERMUTED, NOISY, REST, PLAIN = "Permutation null", "Noise null", "Full without LM head (ours)", "a' = a, no proxy (ours)"
 COLUMNS = {"gram": "Gram rho", "sign": "Sign agree.", "pr": "PR rel. err.", "subspace": "Subspace overlap",
@@ -76,8 +76,9 @@ PAPER = {                         # Table 5: mean and ± of the first six column
     NOISY: "0.00 0.03 0.50 0.02 0.56 0.18 0.13 0.05 0.12 0.06 0.03 0.04",
 }
 PAPER = {row: dict(zip(COLUMNS, zip(*[iter(map(float, values.split()))] * 2))) for row, values in PAPER.items()}
-Rows = dict[str, dict[str, list[float]]]         # baseline -> column -> one value for each mini-batch
 
+Table = dict[str, dict[str, tuple[float, float]]]                # baseline -> column -> (mean, deviation)
+Measured = tuple[dict[str, dict[str, float]], dict[str, Tensor], dict[str, float]]   # rows, Grams, facts
 
 # ---------------------------------------------------------------------------- per-response gradients
 
@@ -144,13 +145,13 @@ def gradient_grams(model, rollouts: Rollouts, temperature: float, parts: dict[st
     return grams
 
 
-def references(grams: dict[str, Tensor], blocks: dict[str, list[str]], generator: torch.Generator,
-               random_blocks: int = 2) -> dict[str, list[Tensor]]:
-    """The paper's references out of the parts' Grams; a list of several only for the random blocks."""
+def references(grams: dict[str, Tensor], blocks: dict[str, list[str]],
+               generator: torch.Generator) -> dict[str, list[Tensor]]:
+    """The paper's references out of the parts' Grams; a list of several only for the two random blocks."""
     def total(names) -> Tensor:
         return torch.stack([grams[name] for name in names]).sum(0)
 
-    drawn = [blocks["pool"][i] for i in torch.randperm(len(blocks["pool"]), generator=generator)[:random_blocks]]
+    drawn = [blocks["pool"][i] for i in torch.randperm(len(blocks["pool"]), generator=generator)[:2]]
     named = {name: total(units) for name, units in blocks.items() if name != "pool"}
     sampled = {unit for name, units in blocks.items() if name not in (LAST, "pool") for unit in units} | set(drawn)
     single = {FULL: total(grams), REST: total(set(grams) - {"head"}), "Blockwise aggregate": total(sampled), **named}
@@ -217,12 +218,12 @@ class Task:
     def __init__(self, source: str, groups: int, group_size: int, seed: int):
         self.model, self.tokenizer = load(source)
         self.sampler = TransformersSampler(self.model, self.tokenizer)
-        self.groups, self.group_size, self.seed, self.calls, self.coins = groups, group_size, seed, 0, 0
+        self.groups, self.group_size, self.seed, self.calls, self.coin = groups, group_size, seed, 0, False
         # The toy model knows no instruction; a chat model would not box its answer without one.
         self.instruction = INSTRUCTION if self.tokenizer.chat_template else ""
 
-    def batch(self) -> tuple[Rollouts, Tensor, Tensor]:
-        """B·G rollouts, rewards (B, G), advantages (m,) float64. Without any signal the reward is a fair coin."""
+    def rollouts(self) -> tuple[Rollouts, Tensor]:
+        """B·G responses and the verifier's rewards (B, G)."""
         self.calls += 1
         sums = problems("train", self.groups, 1000 * self.seed + self.calls)
         prompts = [encode_prompt(self.tokenizer, question(a, b), self.instruction) for a, b in sums]
@@ -230,23 +231,28 @@ class Task:
         room = min(MAX_TOKENS, context - max(map(len, prompts)))
         if room < 1:
             raise UserError(f"a prompt of {max(map(len, prompts))} tokens leaves no room in the model's {context}")
-        rollouts = self.sampler.generate(prompts, self.group_size, temperature=SAMPLED, max_tokens=room,
-                                         seed=1000 * self.calls + self.seed)
+        drawn = self.sampler.generate(prompts, self.group_size, temperature=SAMPLED, max_tokens=room,
+                                      seed=1000 * self.calls + self.seed)
         golds = [str(a + b) for a, b in sums for _ in range(self.group_size)]
-        verdicts = [math_reward(text, gold) for text, gold in zip(rollouts.texts, golds)]
-        rewards = torch.tensor(verdicts, dtype=torch.float64).view(-1, self.group_size)
-        if not group_advantages(rewards).any():
-            self.coins += 1
-            generator = torch.Generator().manual_seed(self.seed + self.calls)
-            rewards = torch.randint(2, rewards.shape, generator=generator).double()
-            rewards[0, :2] = torch.tensor([0.0, 1.0])                     # one group with a signal in any case
-        return rollouts, rewards, group_advantages(rewards).flatten()                                   # Eq. 2
+        rewards = torch.tensor([math_reward(text, gold) for text, gold in zip(drawn.texts, golds)])
+        return drawn, rewards.double().view(-1, self.group_size)
+
+    def batch(self) -> tuple[Rollouts, Tensor, Tensor]:
+        """Rollouts, rewards (B, G), advantages (m,); after three batches without any signal, the coin for good."""
+        for _ in range(1 if self.coin else 3):
+            drawn, rewards = self.rollouts()
+            if rewards.std(1).any() and not self.coin:
+                return drawn, rewards, group_advantages(rewards).flatten()                              # Eq. 2
+        self.coin = True
+        rewards = torch.randint(2, rewards.shape, generator=torch.Generator().manual_seed(self.calls)).double()
+        rewards[0, :2] = torch.tensor([0.0, 1.0])                         # one group has a signal in any case
+        return drawn, rewards, group_advantages(rewards).flatten()
 
     def grpo_step(self, optimizer: torch.optim.Optimizer) -> None:
         """One plain on-policy GRPO update (Eq. 3 without KL)."""
-        rollouts, _, advantages = self.batch()
-        logprobs = unpack(forward_logprobs(self.model, rollouts, SAMPLED)[0], rollouts.lengths)          # (m, T)
-        loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, response_mask(rollouts.lengths))
+        drawn, _, advantages = self.batch()
+        logprobs = unpack(forward_logprobs(self.model, drawn, SAMPLED)[0], drawn.lengths)                # (m, T)
+        loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, response_mask(drawn.lengths))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -263,22 +269,200 @@ def proxy_gram(model, rollouts: Rollouts, temperature: float) -> Tensor:
         raise UserError(f"this model's LM-head Gram cannot be formed: {error}") from error
 
 
-def measure(task: Task, rollouts: Rollouts, advantages: Tensor, temperature: float,
-            generator: torch.Generator) -> tuple[dict[str, dict[str, float]], dict[str, Tensor], dict[str, float]]:
-    """One mini-batch at one scoring temperature: the table's rows, the Grams that the figure needs, two checks."""
-    proxy, head, m = proxy_gram(task.model, rollouts, temperature), lm_head(task.model), len(advantages)
-    parts, blocks = partition(task.model)
-    grams = gradient_grams(task.model, rollouts, temperature, parts)
+def measure(model, rollouts: Rollouts, advantages: Tensor, temperature: float, generator: torch.Generator) -> Measured:
+    """One mini-batch at one scoring temperature: the table's rows, Grams for the figure, facts that explain both."""
+    proxy, head, m = proxy_gram(model, rollouts, temperature), lm_head(model), len(advantages)
+    parts, blocks = partition(model)
+    grams = gradient_grams(model, rollouts, temperature, parts)
     true = references(grams, blocks, generator)
-    order = torch.randperm(m, generator=generator)
-    nulls = {PERMUTED: proxy[order][:, order], NOISY: noise_gram(m, head.weight.numel(), generator)}
+    full, orders = true[FULL][0], [torch.randperm(m, generator=generator) for _ in range(DRAWS)]
+    nulls = {PERMUTED: [proxy[order][:, order] for order in orders],
+             NOISY: [noise_gram(m, head.weight.numel(), generator) for _ in range(DRAWS)]}
+    pairs = {name: [(proxy, reference) for reference in several] for name, several in true.items()}
+    pairs |= {name: [(null, full) for null in several] for name, several in nulls.items()}
     rows = {}
-    for name, several in true.items():
-        found = [fidelity(proxy, reference, advantages) for reference in several]
+    for name, several in pairs.items():
+        found = [fidelity(*pair, advantages) for pair in several]
         rows[name] = {column: fmean(row[column] for row in found) for column in COLUMNS}
-    full = true[FULL][0]
-    rows |= {name: fidelity(null, full, advantages) for name, null in nulls.items()}
     rows[PLAIN] = agreement(advantages, salt_advantages(full, advantages).coefficients)
-    own = float("nan") if head.tied else ((proxy - grams["head"]).norm() / proxy.norm()).item()
-    share = (grams["head"].trace() / full.trace()).item()
-    return rows, {"proxy": proxy, FULL: full, LAST: true[LAST][0], **nulls}, {"own": own, "share": share}
+    facts = {"difference": 0.0 if head.tied else ((proxy - grams["head"]).norm() / proxy.norm()).item(),
+             "share": (grams["head"].trace() / full.trace()).item()}
+    for name, gram in (("proxy", proxy), (FULL, full)):
+        salt = salt_advantages(gram, advantages)
+        facts |= {f"{name} pr": salt.participation_ratio, f"{name} rank": salt.rank, f"{name} alpha": salt.alpha,
+                  f"{name} largest": (gram.diagonal().max() / gram.trace()).item()}
+    return rows, {"proxy": proxy, FULL: full, LAST: true[LAST][0], **{name: nulls[name][0] for name in nulls}}, facts
+
+
+# ---------------------------------------------------------------------------- table and verdicts
+
+def summarise(measured: list[Measured]) -> Table:
+    """Mean and standard deviation over mini-batches: baseline -> column -> (mean, deviation)."""
+    def moments(name: str, column: str) -> tuple[float, float]:
+        values = torch.tensor([rows[name].get(column, float("nan")) for rows, _, _ in measured])
+        return values.mean().item(), values.std(correction=0).item()
+
+    return {name: {column: moments(name, column) for column in COLUMNS} for name in [*PAPER, REST, PLAIN]}
+
+
+def table_lines(table: Table, columns: list[str]) -> list[list[str]]:
+    """Heading and rows of text: measured mean ± deviation, the paper's mean in brackets."""
+    def cell(name: str, column: str) -> str:
+        mean, deviation = table[name][column]
+        paper = PAPER.get(name, {}).get(column)
+        return "-" if mean != mean else f"{mean:.2f} ± {deviation:.2f}" + (f" [{paper[0]:.2f}]" if paper else "")
+
+    return [["", *(COLUMNS[column] for column in columns)]] + [[n, *(cell(n, c) for c in columns)] for n in table]
+
+
+def judge(table: Table, measured: list[Measured]) -> str:
+    """Prints what one table says about the paper's claims; returns the verdict on a'."""
+    mean = {name: {column: value for column, (value, _) in row.items()} for name, row in table.items()}
+    full, nulls = mean[FULL], (mean[PERMUTED], mean[NOISY])
+    fact = {key: fmean(facts[key] for _, _, facts in measured) for key in measured[0][2]}
+    for name in ("proxy", FULL):
+        verdict("measured", f"{name.lower()}: PR {fact[name + ' pr']:.1f}, k_t {fact[name + ' rank']:.1f}, alpha_t "
+                f"{fact[name + ' alpha']:.2f}; one response holds {fact[name + ' largest']:.0%} of tr K")
+    verdict("measured", f"the LM head holds {fact['share']:.0%} of the full gradient's energy")
+    gains = {c: min(null[c] - full[c] if c == "pr" else full[c] - null[c] for null in nulls) for c in PAPER[FULL]}
+    lost = [COLUMNS[c] for c, gain in gains.items() if gain <= 0.02]
+    claim(not lost, "the proxy beats both nulls in every column of the paper" + (f", except {', '.join(lost)}" * bool(lost)))
+    close = [COLUMNS[c] for c, (paper, deviation) in PAPER[FULL].items() if abs(full[c] - paper) <= 2 * deviation]
+    claim(len(close) == len(PAPER[FULL]), "full-gradient row within two of the paper's ±: " + (", ".join(close) or "none"))
+    depth = [mean[name]["gram"] for name in ("Early block", "Middle block", "Late block", LAST)]
+    claim(depth == sorted(depth), f"Gram rho grows from early to last block: {', '.join(f'{rho:.2f}' for rho in depth)}")
+    rivals = (PERMUTED, NOISY, PLAIN)
+    wins = {c: sum(all(rows[FULL][c] > rows[rival][c] for rival in rivals) for rows, _, _ in measured)
+            for c in ("order", "cosine")}
+    reliably = min(wins.values()) >= 0.9 * len(measured)
+    parts = [f"{what} {table[FULL][c][0]:.2f} ± {table[FULL][c][1]:.2f} with the full gradient (permutation "
+             f"{mean[PERMUTED][c]:.2f}, noise {mean[NOISY][c]:.2f}, a itself {mean[PLAIN][c]:.2f}; above all three in "
+             f"{wins[c]} of {len(measured)} mini-batches)" for c, what in (("order", "rank correlation"), ("cosine", "cosine"))]
+    return f"the LM-head proxy {'preserves' if reliably else 'does NOT reliably preserve'} a': " + "; ".join(parts)
+
+
+def impossible(table: Table) -> None:
+    """Cells of the paper that cannot be, each with its one-line reason."""
+    verdict("cannot be", "permutation null, PR error 0.47 and k_t match 0.19: a permutation keeps every eigenvalue, so "
+            "both cells equal the full-gradient row's")
+    verdict("cannot be", f"noise null, a' cosine 0.03: random vectors are nearly orthogonal, k_t near m leaves a' near a "
+            f"(measured: noise {table[NOISY]['cosine'][0]:.2f}, a itself {table[PLAIN]['cosine'][0]:.2f})")
+
+
+def write(tables: dict[str, Table], notes: list[str], folder: Path) -> None:
+    """fidelity.md and fidelity.csv."""
+    text = ["# How faithful the LM-head proxy is\n", *(f"- {note}" for note in notes)]
+    flat = [["temperature", "baseline", "metric", "mean", "deviation", "paper mean", "paper ±"]]
+    for kind, table in tables.items():
+        text.append(f"\n## Sampled at {SAMPLED}, scored at {SCORED[kind]} ({kind})\n\nMean ± standard deviation over "
+                    "checkpoints and mini-batches [the paper's mean, Table 5].\n")
+        heading, *rest = table_lines(table, list(COLUMNS))
+        text += ["| " + " | ".join(line) + " |" for line in [heading, ["---"] * len(heading), *rest]]
+        flat += [[kind, name, COLUMNS[column], *value, *PAPER.get(name, {}).get(column, ())]
+                 for name, row in table.items() for column, value in row.items()]
+    (folder / "fidelity.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    with open(folder / "fidelity.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(flat)
+
+
+def draw(batches: list[dict[str, Tensor]], path: Path) -> None:
+    """The paper's four panels for the disjoint last block: cosines, signs, PR, principal angles."""
+    figure, ((pairs, sign), (ratio, angle)) = new_figure(2, 2, (10, 8))
+    styles = {"proxy": ("LM-head proxy", "o-"), PERMUTED: ("permutation null", "s--"), NOISY: ("noise null", "^:")}
+    shares, top = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], min(2 * TOP, len(batches[0]["proxy"]))
+    pairs.hexbin(cosines(batches[0]["proxy"]), cosines(batches[0][LAST]), gridsize=60, bins="log", mincnt=1, linewidths=0)
+    for name, (label, style) in styles.items():
+        both = [(batch[name], batch[LAST]) for batch in batches]
+        signs = [fmean(sign_agreement(cosines(x), cosines(y), share) for x, y in both) for share in shares]
+        rho = fmean(spearman(cosines(x), cosines(y)) for x, y in both)
+        pairs.plot([], [], " ", label=f"{label}: rho {rho:.2f}")
+        sign.plot(shares, signs, style, label=label)
+        angle.plot(range(1, top + 1), torch.stack([principal_cosines(x, y, top) for x, y in both]).mean(0), style, label=label)
+    for name, label in (("proxy", "LM-head proxy"), (LAST, "last block"), (FULL, "full gradient")):
+        ratio.plot(range(1, len(batches) + 1), [participation_ratio(batch[name]) for batch in batches], "o-", label=label)
+    sign.axvline(0.2, color="k", lw=0.8)
+    pairs.set(title="(a) pairs of the first mini-batch", xlabel="cosine in the LM head", ylabel="cosine in the last block")
+    sign.set(title="(b) sign agreement", xscale="log", ylim=(0, 1.05),
+             xlabel="share of pairs, largest |cosine| first (table: 0.2)")
+    ratio.set(title="(c) participation ratio", yscale="log", xlabel="mini-batch, checkpoint after checkpoint")
+    angle.set(title=f"(d) principal cosines of the top-{top} eigenspaces", ylim=(0, 1.05), xlabel="principal direction")
+    for axis in (pairs, sign, ratio, angle):
+        axis.legend()
+    figure.savefig(path, dpi=130)
+
+
+# ---------------------------------------------------------------------------- program
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Sec. 3.2 and App. E of the SALT paper, measured: the LM-head proxy and other gradients.")
+    parser.add_argument("--model", help="a model folder, a run of train.py or a hub id; only this one is measured (default: "
+                        "the tiny model's warm start, and the same after 10 and 20 GRPO updates)")
+    parser.add_argument("--quick", action="store_true", help="8 groups, 1 mini-batch, 2 checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/fidelity"), help="folder of tables and figure")
+    parser.add_argument("--groups", type=int, help="prompts in a mini-batch (default 32)")
+    parser.add_argument("--group-size", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--mini-batches", type=int, help="at each checkpoint (default 3)")
+    options = parser.parse_args(argv)
+    options.groups = (8 if options.quick else 32) if options.groups is None else options.groups
+    options.mini_batches = (1 if options.quick else 3) if options.mini_batches is None else options.mini_batches
+    for flag, least in (("groups", 2), ("group_size", 2), ("mini_batches", 1), ("seed", 0)):
+        if not least <= getattr(options, flag) < 2 ** 20:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)} is not between {least} and 2^20 - 1")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {options.output}: {error.strerror}; choose another --output") from error
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options, began, notes = parse(argv), time.perf_counter(), []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        print(f"  {text}", flush=True)
+
+    name = options.model or "tiny"
+    final = Path(name) / "final"
+    task = Task(resolve(str(final) if final.is_dir() else name), options.groups, options.group_size, options.seed)
+    gaps = [0] if options.model else [0, 2] if options.quick else [0, 10, 10]    # GRPO updates before each checkpoint
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-4)
+    size, m = sum(p.numel() for p in task.model.parameters()), options.groups * options.group_size
+    note(f"{name}: {size:,} parameters; {options.groups} x {options.group_size} responses, {len(gaps)} x "
+         f"{options.mini_batches} mini-batches, {-(-m * size * task.model.dtype.itemsize // BUDGET)} pass(es) over each")
+    generator, measured = torch.Generator().manual_seed(options.seed), {kind: [] for kind in SCORED}
+    for checkpoint, gap in enumerate(gaps):
+        for _ in range(gap):
+            task.grpo_step(optimizer)
+        rewards = []
+        for _ in range(options.mini_batches):
+            rollouts, reward, advantages = task.batch()
+            rewards.append(reward)
+            for kind, temperature in SCORED.items():
+                measured[kind].append(measure(task.model, rollouts, advantages, temperature, generator))
+        reward = torch.cat(rewards)
+        note(f"after {sum(gaps[:checkpoint + 1])} GRPO updates: reward {reward.mean():.2f}, "
+             f"{reward.std(1).gt(0).double().mean():.0%} of the groups with a signal"
+             + " - STAND-IN REWARD: a fair coin, as the verifier gave no group a signal" * task.coin)
+    note("K of the proxy and autograd's K of the LM head differ by "
+         f"{max(facts['difference'] for rows in measured.values() for _, _, facts in rows):.0e} (0 also if tied)")
+    tables, verdicts = {kind: summarise(rows) for kind, rows in measured.items()}, []
+    for kind, table in tables.items():
+        print(f"\nSampled at {SAMPLED}, scored at {SCORED[kind]} ({kind}): mean ± deviation [paper]\n")
+        for columns in (list(COLUMNS)[:4], list(COLUMNS)[4:]):                   # or else no terminal would hold them
+            for first, *cells in table_lines(table, columns):
+                print("  " + first.ljust(27) + "".join(cell.rjust(21) for cell in cells))
+            print()
+        verdicts.append(f"{kind} temperature: {judge(table, measured[kind])}")
+    print()
+    impossible(tables["matched"])
+    for text in verdicts:
+        note(text)
+    draw([grams for _, grams, _ in measured["matched"]], options.output / "fidelity.png")
+    write(tables, notes, options.output)
+    print(f"\nfidelity.md, fidelity.csv, fidelity.png in {options.output} ({time.perf_counter() - began:.0f} s)")
+
+
+if __name__ == "__main__":
+    run(main)
