@@ -111,13 +111,18 @@ MAY_CHANGE = ("steps", "save_every", "workers")                       # on --res
 MAY_BE_ZERO, MAY_BE_INFINITE = ("seed", "top_k", "eval_every"), ("max_grad_norm", "clip_high")
 
 
+def scope(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
 def parse(argv: list[str] | None) -> tuple[Config, Path | None]:
     """The settled configuration, and the run directory to go on with (--resume)."""
-    parser = Parser(description="GRPO and DAPO with SALT. Defaults are Table 4 of the paper; the tiny model has its own: "
-                    f"{', '.join(f'{name} {value}' for name, value in TINY.items())}.")
+    parser = Parser(description="GRPO and DAPO with SALT. Defaults are Table 4 of the paper; the tiny model has its "
+                    f"own: {', '.join(f'{name} {value}' for name, value in TINY.items())}.")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
     for item in dataclasses.fields(Config):
-        kind = next(t for t in (bool, str, float, int) if t.__name__ in str(item.type))
+        kind = scope if item.name == "salt_scope" else next(
+            t for t in (bool, str, float, int) if t.__name__ in str(item.type))
         extra = {"action": argparse.BooleanOptionalAction} if kind is bool else {
             "type": kind, "metavar": item.name[0].upper()}
         if item.name == "salt":
@@ -130,15 +135,12 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None]:
     if resume is None:
         config = settle(given)
     else:
-        recorded = RunDirectory.config(resume)
+        recorded = RunDirectory.config(resume, [item.name for item in dataclasses.fields(Config)])
         changed = [k for k, v in given.items() if k not in MAY_CHANGE and v != recorded.get(k)]
         if changed:
             raise UserError(f"{resume} was started with another configuration: {changed[0]} is "
                             f"{recorded.get(changed[0])!r} there, not {given[changed[0]]!r}")
-        try:
-            config = Config(**recorded | {k: v for k, v in given.items() if k in MAY_CHANGE})
-        except TypeError as error:
-            raise UserError(f"{resume}/config.json is of another version of train.py: {error}") from error
+        config = Config(**recorded | {k: v for k, v in given.items() if k in MAY_CHANGE})
     validate(config)
     return config, resume
 
@@ -153,8 +155,6 @@ def settle(given: dict) -> Config:
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
     sizes = TINY if given.get("model", "tiny") == "tiny" else {}
     config = Config(**derived | preset | sizes | given)
-    if str(config.salt_scope).isdecimal():
-        config.salt_scope = int(config.salt_scope)
     if config.output is None:
         names = Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt
         config.output = f"runs/{'-'.join(filter(None, names))}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -183,9 +183,9 @@ def validate(config: Config) -> None:
         raise UserError("--top-p and --top-k are refused in training: responses from a cut distribution bias the ratio "
                         "pi / pi_old (Eq. 3); leave them out")
     size = config.mini_batch * config.group_size
-    scope = config.salt_scope
-    if scope not in ("mini-batch", "group") and (not isinstance(scope, int) or scope < 1 or size % scope):
-        raise UserError(f"--salt-scope {scope}: mini-batch, group, or a number that divides the mini-batch's {size} "
+    one_k = config.salt_scope
+    if one_k not in ("mini-batch", "group") and (not isinstance(one_k, int) or one_k < 1 or size % one_k):
+        raise UserError(f"--salt-scope {one_k}: mini-batch, group, or a number that divides the mini-batch's {size} "
                         "responses")
 
 
@@ -316,7 +316,8 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
             totals[key] = totals.get(key, 0.0) + value
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if not torch.isfinite(norm):
-        raise SystemExit("the gradient is not finite: training has diverged (a lower --lr?); the checkpoints are intact")
+        raise SystemExit("the gradient is not finite: training has diverged, try a lower --lr; the checkpoints are "
+                         "intact")
     optimizer.step()
     tokens = max(totals.pop("tokens"), 1)
     totals["clip_fraction"] = totals.pop("clipped") / tokens
@@ -346,8 +347,8 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
     model, tokenizer = models.load(models.resolve(config.model, seed=config.seed), device=device)
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if config.max_prompt + config.max_response > context:
-        raise UserError(f"--max-prompt {config.max_prompt} and --max-response {config.max_response} exceed the context of "
-                        f"{config.model}, {context} tokens")
+        raise UserError(f"--max-prompt {config.max_prompt} and --max-response {config.max_response} exceed the context "
+                        f"of {config.model}, {context} tokens")
     prompts = encode_problems(problems, tokenizer, config.max_prompt)
     stream = PromptStream([problem for problem in problems if problem.id in prompts], config.seed)
     drawn_at_once = config.gen_batch if config.algo == "dapo" else config.batch_size

@@ -71,21 +71,25 @@ class RunDirectory:
         return cls(path)
 
     @staticmethod
-    def config(path: Path) -> dict:
-        """The configuration a run was started with."""
+    def config(path: Path, names: list[str]) -> dict:
+        """The configuration a run was started with: a value for each of `names`."""
         try:
             recorded = json.loads((path / "config.json").read_text())
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a run directory: its config.json cannot be read ({error})") from error
-        recorded.pop("provenance", None)
-        return recorded
+        if not isinstance(recorded, dict) or {*recorded} - {"provenance"} != {*names}:
+            raise UserError(f"{path}/config.json is of another version of this program: start a new run")
+        return {name: recorded[name] for name in names}
 
     def records(self) -> list[dict]:
         """The lines written so far; a last line that was cut off is left out."""
         if not self._metrics.exists():
             return []
         whole = [line for line in self._metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [json.loads(line) for line in whole]
+        try:
+            return [json.loads(line) for line in whole]
+        except ValueError as error:
+            raise UserError(f"{self._metrics} has a line that is not JSON ({error}): mend or delete it") from error
 
     def rewind(self, step: int) -> None:
         """Forget the lines after `step`: they are about to be computed again."""

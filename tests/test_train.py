@@ -1,4 +1,4 @@
-"""The training loop: gradients that no memory flag changes, SALT as one replaceable call, DAPO, every flag that acts."""
+"""The training loop: gradients that no memory flag changes, SALT as one replaceable call, DAPO, what each flag does."""
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import train
-from salt import models
+from salt import checkpoint, models
 from salt.advantages import VARIANTS, Reweighted
 from salt.errors import UserError
 from salt.geometry import head_gradient_norm
 from salt.reward import RewardPool
 from salt.rollout import Rollouts
 from toy.arithmetic import WarmStart, make_model
-from training import Reward, run
+from training import Reward, resume, run
 
 # ---- one update on made-up responses
 
@@ -138,8 +138,8 @@ def updates(monkeypatch):
 
 
 def untouched(gram, advantages, blocks, variant, **_) -> Reweighted:
-    zero, ones = torch.zeros_like(advantages), torch.ones(len(blocks))
-    return Reweighted(advantages, advantages, zero, 0 * ones, ones, ones, ones, torch.zeros(len(advantages), 1), ones > 0)
+    zero, ones, basis = torch.zeros_like(advantages), torch.ones(len(blocks)), torch.zeros(len(advantages), 1)
+    return Reweighted(advantages, advantages, zero, 0 * ones, ones, ones, ones, basis, ones > 0)
 
 
 def test_without_salt_nothing_of_it_is_left(tiny_folder, tmp_path, monkeypatch):
@@ -163,8 +163,8 @@ def test_without_salt_nothing_of_it_is_left(tiny_folder, tmp_path, monkeypatch):
 
 def test_each_step_logs_what_the_readme_promises(tiny_folder, tmp_path):
     record = run(tiny_folder, tmp_path / "run", "--salt", "--steps", "1")[0]
-    wanted = {"step", "reward", "pass_rate", "length", "truncated", "entropy", "kl", "clip_fraction", "grad_norm", "alpha",
-              "rank", "pr_in", "pr_total", "n_eff_in", "n_eff_total", "n_eff_out", "r_in", "r_total", "d_a", "d_g",
+    wanted = {"step", "reward", "pass_rate", "length", "truncated", "entropy", "kl", "clip_fraction", "grad_norm",
+              "alpha", "rank", "pr_in", "pr_total", "n_eff_in", "n_eff_total", "n_eff_out", "r_in", "r_total", "d_a", "d_g",
               "u_perp_gain", "no_signal_share"}
     assert wanted <= set(record)
     assert all(record[key] is not None for key in wanted)
@@ -210,7 +210,8 @@ def test_scopes_and_presets(tiny_folder, tmp_path, monkeypatch, flags, blocks):
 @pytest.mark.parametrize("flags", [["--regularizer", "entropy"], ["--regularizer", "clip-cov"],
                                    ["--regularizer", "kl-cov"],
                                    ["--aggregation", "token-mean", "--temperature", "2"],
-                                   ["--temperature", "1.3"], ["--kl-coef", "0"], ["--algo", "dapo", "--gen-batch", "4"]])
+                                   ["--temperature", "1.3"], ["--kl-coef", "0"],
+                                   ["--algo", "dapo", "--gen-batch", "4"]])
 def test_every_other_switch_changes_the_training(tiny_folder, tmp_path, flags):
     """By the second step: Clip-Cov and KL-Cov are nearly inert on the first update."""
     flags = flags + ["--clip-cov-low", "0.01"] if "clip-cov" in flags else flags
@@ -235,7 +236,7 @@ def test_equal_rewards_leave_the_weights_to_the_weight_decay(tiny_folder, tmp_pa
     assert not updates[0].coefficients.any()
     before = load_file(tiny_folder / "model.safetensors")
     for name, after in load_file(tmp_path / "run" / "final" / "model.safetensors").items():
-        assert torch.allclose(after, before[name] * (1 - 0.1 * 0.5), rtol=1e-6, atol=1e-8)      # AdamW: w(1 − lr·decay)
+        assert torch.allclose(after, before[name] * (1 - 0.1 * 0.5), rtol=1e-6, atol=1e-8)    # AdamW: w(1 − lr·decay)
 
 
 def test_a_group_of_one_has_no_advantage(tiny_folder, tmp_path, updates):

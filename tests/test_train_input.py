@@ -37,7 +37,8 @@ FLAGS = [
     ("--limit 1 --epochs 1", "do not fill one batch"), ("--max-prompt 2", "max-prompt"),
     ("--max-response 4000", "context"), ("--algo dapo --gen-batch 99 --epochs 1", "do not fill one batch of 99"),
     ("--salt fixed-alpha --alpha 1.5", "alpha"), ("--salt fixed-alpha --alpha -0.1", "alpha"),
-    ("--salt --rank-max 0", "rank-max"), ("--steps 0", "steps"), ("--steps -1", "steps"), ("--eval-every -1", "eval-every"),
+    ("--salt --rank-max 0", "rank-max"), ("--steps 0", "steps"), ("--steps -1", "steps"),
+    ("--eval-every -1", "eval-every"),
 ]
 
 
@@ -90,7 +91,8 @@ def test_the_papers_table_is_the_default(monkeypatch):
 
 DATA = {"absent": None, "empty": "", "not JSON": "question,answer\n1+1=,2\n", "no object": "[1, 2]\n",
         "no answer": '{"question": "1+1="}\n', "no question": '{"answer": "2"}\n',
-        "empty question": '{"question": " ", "answer": "2"}\n', "no gold that parses": '{"question": "1+1=", "answer": ""}\n',
+        "empty question": '{"question": " ", "answer": "2"}\n',
+        "no gold that parses": '{"question": "1+1=", "answer": ""}\n',
         "not text": "\x00\xff\n"}
 
 

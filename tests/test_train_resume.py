@@ -15,7 +15,8 @@ from salt.errors import UserError
 from training import ROOT, SMALL, Reward, lines, resume, run
 
 GRPO = "--limit 8 --epochs 4 --steps 7 --save-every 2 --salt rand-proj --eval-every 3 --eval-limit 2 --eval-samples 2"
-DAPO = "--algo dapo --gen-batch 7 --limit 12 --epochs 40 --lr 1e-4 --steps 5 --save-every 2 --salt entropy-alpha --salt-scope 4"
+DAPO = ("--algo dapo --gen-batch 7 --limit 12 --epochs 40 --lr 1e-4 --steps 5 --save-every 2 --salt entropy-alpha "
+        "--salt-scope 4")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
             resume(folder)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"null", b"{", b"\xff\xfe", b'{"batch_size": "64"}', b'{"surprise": 1}', b""])
+@pytest.mark.parametrize("content", [b"[]", b"null", b"{", b"\xff\xfe", b'{"batch_size": "64"}', b'{"surprise": 1}',
+                                     b""])
 def test_a_broken_configuration_is_refused(undisturbed, tmp_path, content):
     output = copied(undisturbed, tmp_path)
     (output / "config.json").write_bytes(content)

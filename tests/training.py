@@ -19,7 +19,7 @@ from salt import checkpoint  # noqa: E402
 from salt.metrics import RunDirectory  # noqa: E402
 
 SMALL = ("--batch-size 4 --mini-batch 2 --group-size 4 --max-prompt 16 --max-response 12 --limit 16 --epochs 50 "
-         "--lr 1e-3 --steps 2 --eval-every 0").split()                                          # two updates of 8 responses per step
+         "--lr 1e-3 --steps 2 --eval-every 0").split()                      # two updates of 8 responses per step
 
 
 class Reward:
@@ -77,7 +77,7 @@ def arm(moment: str) -> None:
         after(RunDirectory, "create", 1, die)
     elif name == "logged":
         after(RunDirectory, "log", int(number), die)
-    elif name == "saving":                                       # a checkpoint is synced twice: the file, then the folder
+    elif name == "saving":                              # a checkpoint is synced twice: the file, then the folder
         def cut(path: Path) -> None:
             path.write_bytes(path.read_bytes()[:20_000])
             die()

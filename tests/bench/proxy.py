@@ -274,9 +274,10 @@ def approximations(quick: bool) -> list[dict]:
             reference, slow, _ = measure(lambda: lm_head_gram(**case), repeat=2)
             (gram, bound), fast, _ = measure(lambda: lm_head_gram(**case, **options, return_bound=True), repeat=2)
             row = dict(what=label, **options, certain=certain, speedup=slow / fast, **compare(gram, reference),
-                       bound=bound / float(reference.norm()))
+                       bound=bound / float(reference.norm()) if math.isfinite(bound) else None)
             rows.append(row)
-            print(f"{label:34}{row['speedup']:9.2f}{row['gram_error']:10.1e}{row['bound']:10.1e}"
+            shown = f"{row['bound']:10.1e}" if row["bound"] is not None else f"{'none':>10}"
+            print(f"{label:34}{row['speedup']:9.2f}{row['gram_error']:10.1e}{shown}"
                   f"{row['overlap']:9.4f}{row['coefficient_cosine']:9.5f}{row['rank']:7}", flush=True)
     return rows
 
