@@ -32,7 +32,7 @@ from salt.loss import (AGGREGATIONS, aggregate, clip_cov_mask, kl_cov_mask, kl_c
 from salt.metrics import RunDirectory, geometry_metrics, mean_of
 from salt.proxy import lm_head_gram
 from salt.reward import RewardPool
-from salt.rollout import Rollouts, TransformersSampler
+from salt.rollout import Rollouts, TransformersSampler, sample_mixed_groups
 
 # ------------------------------------------------------------------------------------------------------- configuration
 
@@ -61,6 +61,8 @@ class Config:
     rank_scale: float = option(1.0, "k_t = round(rank_scale * PR)")
     rank_max: int | None = option(None, "upper end of k_t")
     rank_below_full: bool | None = option(None, "k_t <= m - 1")
+    gram_tolerance: float | None = option(None, "certified share of a feature that near-certain tokens may take along "
+                                          "when they are left out of K: 0 (exact) for tiny, else 0.1")
     alpha: float = option(0.5, "the constant of --salt fixed-alpha")
 
     group_size: int = option(8, "responses per prompt, G")
@@ -103,7 +105,7 @@ class Config:
 
 
 TINY = {"batch_size": 32, "mini_batch": 16, "micro_batch": 128, "gen_batch": 48, "max_prompt": 16, "max_response": 48,
-        "steps": 60, "lr": 1e-4, "eval_every": 20}
+        "steps": 60, "lr": 1e-4, "eval_every": 20, "gram_tolerance": 0.0}
 RELEASED_CODE = {"salt_scope": 8, "length_norm": "sum", "rank_max": 64, "rank_below_full": True,
                  "aggregation": "token-mean"}
 PAPER = {"salt_scope": "mini-batch", "length_norm": "mean", "rank_below_full": False}
@@ -153,7 +155,7 @@ def settle(given: dict) -> Config:
     clip = {"clip_low": 1.0, "clip_high": 1.0} if regularizer == "clip-cov" else {
         "clip_low": 0.2, "clip_high": 0.28 if dapo and regularizer != "kl-cov" else 0.2}
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
-    sizes = TINY if given.get("model", "tiny") == "tiny" else {}
+    sizes = TINY if given.get("model", "tiny") == "tiny" else {"gram_tolerance": 0.1}
     config = Config(**derived | preset | sizes | given)
     if config.output is None:
         names = Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt
@@ -172,8 +174,8 @@ def validate(config: Config) -> None:
             raise UserError(f"{flag}: at least {least}")
         if type(value) is float and not (0 <= value < math.inf or value == math.inf and name in MAY_BE_INFINITE):
             raise UserError(f"{flag}: a finite number that is not negative")
-    if config.alpha > 1:
-        raise UserError(f"--alpha {config.alpha}: at most 1")
+    if config.alpha > 1 or config.gram_tolerance >= 1:
+        raise UserError(f"--alpha {config.alpha} and --gram-tolerance {config.gram_tolerance}: shares, at most 1")
     if config.batch_size % config.mini_batch:
         raise UserError(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
     if config.temperature <= 0:
@@ -214,31 +216,6 @@ def encode_problems(problems: list[Problem], tokenizer, max_prompt: int) -> dict
     if not kept:
         raise UserError(f"no prompt fits into --max-prompt {max_prompt} tokens")
     return kept
-
-
-def sample_mixed_groups(config: Config, sample, pool, leftover: tuple[Rollouts, list[float]]):
-    """DAPO's dynamic sampling: only groups with right and wrong answers (Eq. 69's condition), until a batch is full.
-
-    `sample(attempt)` draws a generation batch -> (rollouts, answers). Groups beyond the batch wait for the next step;
-    they are one update old by then, and the ratio of Eq. 3 is taken to the policy at the start of that step.
-    Returns rollouts, verdicts, the new leftover, and the verdicts on everything drawn.
-    """
-    kept, verdicts = leftover
-    wanted, drawn = config.batch_size * config.group_size, []
-    for attempt in range(config.max_gen_batches + 1):
-        if len(verdicts) >= wanted:
-            break
-        if attempt == config.max_gen_batches:
-            raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both "
-                            f"right and wrong answers in {attempt} generation batches of {config.gen_batch} prompts: "
-                            "the data are too easy or too hard for this model (or raise --max-gen-batches)")
-        fresh, answers = sample(attempt)
-        judged = pool.submit(fresh.texts, answers).result()
-        groups = [range(start, start + config.group_size) for start in range(0, len(judged), config.group_size)]
-        mixed = [i for group in groups if len({judged[i] for i in group}) > 1 for i in group]
-        kept, verdicts, drawn = kept + fresh.select(mixed), verdicts + [judged[i] for i in mixed], drawn + judged
-    leftover = kept.select(range(wanted, len(verdicts))), verdicts[wanted:]
-    return kept.select(range(wanted)), verdicts[:wanted], leftover, drawn or verdicts[:wanted]
 
 
 # ----------------------------------------------------------------------------------------------------------- the log
@@ -331,7 +308,8 @@ def form_gram(config: Config, head: models.Head, scored: models.Scored, step: in
     try:
         return lm_head_gram(scored.hidden, scored.tokens, scored.lengths, head.weight.detach(), bias=head.bias,
                             temperature=config.temperature, length_norm=config.length_norm,
-                            logsumexp=scored.logsumexp, delta_norms=scored.delta_norms)
+                            tolerance=config.gram_tolerance, logsumexp=scored.logsumexp,
+                            delta_norms=scored.delta_norms)
     except ValueError as error:
         print(f"step {step}: no Gram matrix, the advantages stay as they are: {error}", file=sys.stderr)
         return torch.full((len(scored.lengths),) * 2, torch.nan)

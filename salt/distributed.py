@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -107,7 +107,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def compute_once(compute: Callable[[], Value]) -> Value:
-    """`compute()` on rank 0, its value on every rank: `compute_once(lambda: reweight(gram, advantages, blocks))` (Eq. 18).
+    """`compute()` on rank 0, its value on every rank, as in `compute_once(lambda: reweight(gram, advantages, blocks))`.
 
     For small values on the CPU. What it raises is raised everywhere. A generator it draws from advances on rank 0 only.
     """
@@ -185,7 +185,7 @@ def vocabulary_parallel_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, we
 
 def _own_share(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None, logsumexp: Tensor,
                delta_norms: Tensor | None, block: int | None, **options) -> tuple[dict, tuple[dict, int, Tensor]]:
-    """Check what can be checked before anything travels -> facts for `agree`; (own rows of the head, the first, sizes)."""
+    """What can be checked before anything travels -> facts for `agree`; own rows of the head, their start, own sizes."""
     proxy.check_options(options["temperature"], options["length_norm"], "exact", options["tolerance"], 1, block)
     if options["tolerance"] > 0 and delta_norms is None:
         raise ValueError(f"tolerance is {options['tolerance']}: the filter needs delta_norms from the scoring pass")

@@ -1,4 +1,4 @@
-"""Prompts → responses. One interface for every sampler; here the one on Hugging Face's `generate`.
+"""Prompts → responses: the sampler on Hugging Face's `generate`, and DAPO's dynamic sampling on top of any sampler.
 
 Glossary
     paper     name         shape        equation
@@ -10,7 +10,8 @@ Glossary
 Every call takes its seed as an argument and leaves torch's global generator alone, so a run that is resumed, or one
 that evaluates more often, draws the same responses.
 
-Departures from the paper: none.
+Departures from the paper
+    1. DAPO's groups beyond a full batch are not thrown away: they come first in the next step.
 """
 from dataclasses import dataclass
 
@@ -105,3 +106,29 @@ class TransformersSampler:
                                   repetition_penalty=1.0, **knobs)
         self.model.generation_config = config
         return config
+
+
+def sample_mixed_groups(config, sample, pool, leftover: tuple[Rollouts, list[float]]):
+    """DAPO's dynamic sampling: only groups with right and wrong answers (Eq. 69's condition), until a batch is full.
+
+    config: batch_size, group_size, gen_batch and max_gen_batches. `sample(attempt)` draws a generation batch ->
+    (rollouts, answers). Groups beyond the batch wait for the next step; they are one update old by then, and the ratio
+    of Eq. 3 is taken to the policy at the start of that step.
+    Returns rollouts, verdicts, the new leftover, and the verdicts on everything drawn.
+    """
+    kept, verdicts = leftover
+    wanted, drawn = config.batch_size * config.group_size, []
+    for attempt in range(config.max_gen_batches + 1):
+        if len(verdicts) >= wanted:
+            break
+        if attempt == config.max_gen_batches:
+            raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both "
+                            f"right and wrong answers in {attempt} generation batches of {config.gen_batch} prompts: "
+                            "the data are too easy or too hard for this model (or raise --max-gen-batches)")
+        fresh, answers = sample(attempt)
+        judged = pool.submit(fresh.texts, answers).result()
+        groups = [range(start, start + config.group_size) for start in range(0, len(judged), config.group_size)]
+        mixed = [i for group in groups if len({judged[i] for i in group}) > 1 for i in group]
+        kept, verdicts, drawn = kept + fresh.select(mixed), verdicts + [judged[i] for i in mixed], drawn + judged
+    leftover = kept.select(range(wanted, len(verdicts))), verdicts[wanted:]
+    return kept.select(range(wanted)), verdicts[:wanted], leftover, drawn or verdicts[:wanted]

@@ -13,7 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from salt import models
 from salt.errors import UserError
+from salt.metrics import RunDirectory
 from training import ROOT, SMALL, Reward, lines, run
+
+
+@pytest.fixture(autouse=True)
+def without_figures(monkeypatch):
+    """curves.png takes three quarters of so short a run."""
+    monkeypatch.setattr(RunDirectory, "draw", lambda run_directory: None)
 
 
 def refused(model, output, *flags: str) -> str:

@@ -222,7 +222,7 @@ def side_by_side(shape: tuple, names: list, quick: bool, certain: float) -> list
 def growth(quick: bool) -> list[dict]:
     """Exponents of time and memory in N (m fixed), m (T fixed) and V, by least squares in logarithms."""
     base = dict(m=16, length=64, d=64, vocabulary=2000) if quick else dict(m=16, length=128, d=256, vocabulary=8192)
-    factors, rows = (1, 2, 4) if quick else (1, 2, 4, 8), []
+    factors, rows = (1, 2, 4), []
     print(f"\ngrowth exponents (seconds, memory) around {base}\n{'method':22}{'N':>14}{'m':>14}{'V':>14}")
     for name in METHODS:
         row = dict(method=name, base=base)
@@ -233,7 +233,7 @@ def growth(quick: bool) -> list[dict]:
                 if memory_needed(name, **shape) > 0.5 * available_memory():
                     continue
                 case = make_case(**shape, certain=0.8)
-                _, seconds, peak = measure(lambda: METHODS[name](case), repeat=3)
+                _, seconds, peak = measure(lambda: METHODS[name](case), repeat=2)
                 points.append((shape[axis], seconds, max(peak, 2 ** 20)))
             row[label] = dict(points=points, seconds=slope(points, 1), memory=slope(points, 2))
         rows.append(row)

@@ -6,9 +6,9 @@ verifier on either side), float32, 2 threads.
 
 Every run is a process of its own that stays alive. They take turns, one at a time and in shuffled order: a round is one
 block of steps of each, so that a busy machine hits all alike. A block's first step warms up and is not counted. A step
-is the time from the end of the one before it (log line written) to its own end; phases are train.py's own
-(metrics.jsonl, system.seconds), TRL's are its methods timed from outside. A ratio is the median over rounds of the
-blocks' medians, its interval a 95 % bootstrap over rounds; "GRPO again" is the same run twice: the noise.
+lasts from the end of the one before it (log line written) to its own end; phases are train.py's (metrics.jsonl,
+system.seconds), TRL's are its methods timed from outside. A ratio is the median over rounds of the ratio of the blocks'
+medians, its interval a 95 % bootstrap over rounds. "GRPO again" is the same run a second time: the noise.
 
     python tests/bench/step_time.py                                    without TRL
     python tests/bench/step_time.py --make-trl-env DIR                 makes TRL's environment, then measures
@@ -16,14 +16,13 @@ blocks' medians, its interval a 95 % bootstrap over rounds; "GRPO again" is the 
 """
 import json
 import os
-import platform
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +31,25 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from salt.errors import Parser, UserError, run as run_program                          # noqa: E402
+from salt.metrics import provenance                                                    # noqa: E402
 from toy.arithmetic import EOS, PAD, WarmStart, make_model, problems, question         # noqa: E402
 
 PINS = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0")
-PROMPTS, GROUP, UPDATES, LONGEST, VOCABULARY = 32, 8, 2, 32, 128
+PROMPTS, GROUP, UPDATES, LONGEST, VOCABULARY, BLOCK = 32, 8, 2, 32, 128, 4
 LR, KL, TEMPERATURE = 1e-6, 1e-3, 0.6                     # so small a rate that lengths stay what they are
 RUNS = {"GRPO": ["--diagnostics", "off"], "GRPO again": ["--diagnostics", "off"], "SALT": ["--salt"],
         "SALT, bare": ["--salt", "--diagnostics", "off"], "TRL GRPO": None}            # flags of train.py; None: TRL
-RATIOS = (("GRPO again", "GRPO", None), ("SALT", "GRPO", 1.05), ("SALT, bare", "GRPO", 1.05),
-          ("SALT", "TRL GRPO", 1.0), ("GRPO", "TRL GRPO", 1.0))                        # and the target, at most
+RATIOS = (("GRPO again", "GRPO", "(the noise)"), ("SALT", "GRPO", "at most 1.05"), ("SALT, bare", "GRPO", ""),
+          ("SALT", "TRL GRPO", "below 1"), ("GRPO", "TRL GRPO", ""))                   # and what is wanted
 PHASES = ("sample", "score", "reward", "geometry", "diagnostics", "update", "sync", "other", "step")
 
-
-# ---- the same model, prompts and reward for everybody ----
 
 def make_folder(folder: Path) -> None:
     """A Qwen2 with random weights and a tokenizer of one token per character, as a Hugging Face folder."""
     from transformers import Qwen2Tokenizer
-    characters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
-    tokens = [PAD, EOS, "Ġ", *characters][:VOCABULARY]                                 # the byte-level alphabet
+    alphabet = ["Ġ", *map(chr, [*range(33, 127), *range(161, 173), *range(174, 256)])]   # of byte-level tokenizers
+    tokens = [PAD, EOS, *alphabet][:VOCABULARY]
     torch.manual_seed(0)
     make_model(WarmStart(hidden=128, layers=4), VOCABULARY).save_pretrained(folder)
     Qwen2Tokenizer(vocab={token: index for index, token in enumerate(tokens)}, merges=[], pad_token=PAD, eos_token=EOS,
@@ -61,10 +60,10 @@ def parity(text: str) -> float:
     return float(sum(map(ord, text)) % 2)
 
 
-# ---- a run: waits for its turn after every block, and then tells what the block took ----
+# ---- a run: after each block it says what the block took, and waits for its next turn ----
 
 class Turns:
-    """The child's end of the two pipes; `step_done` blocks between blocks, outside the measured time."""
+    """The child's end of the pipes. `step_done` waits between blocks, outside the measured time."""
 
     def __init__(self):
         self.replies = os.fdopen(os.dup(1), "w")
@@ -77,17 +76,14 @@ class Turns:
         self.steps.append(phases | {"other": took - sum(phases.values()), "step": took, "length": length})
         self.left -= 1
         if self.left <= 0:
-            print(json.dumps({"steps": self.steps, "versions": versions()}), file=self.replies, flush=True)
+            versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate", "trl")
+                        if name in sys.modules}
+            print(json.dumps({"steps": self.steps, "versions": versions}), file=self.replies, flush=True)
             order = sys.stdin.readline()
             if not order:
                 sys.exit(0)
             self.steps, self.left = [], int(order)
         self.began = time.perf_counter()
-
-
-def versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
-    return {name: metadata.version(name) for name in ("torch", "transformers", "accelerate", "trl") if name in installed}
 
 
 def run_ours(folder: str, flags: list[str], scratch: str) -> None:
@@ -129,11 +125,11 @@ def run_trl(folder: str, scratch: str) -> None:
 
     class Report(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            if state.global_step % UPDATES == 0:
-                seconds["score"] -= seconds["sample"] + seconds["reward"]              # they are inside it
-                turns.step_done(lengths[0], seconds | {"update": seconds["update"] - sum(
-                    seconds[phase] for phase in ("sample", "score", "reward"))})
+            if state.global_step % UPDATES == 0:           # the methods are nested: each phase without the inner ones
+                phases = seconds | {"score": seconds["score"] - seconds["sample"] - seconds["reward"],
+                                    "update": seconds["update"] - seconds["score"]}
                 seconds.clear()
+                turns.step_done(lengths[0], phases)
 
     def timed(method, phase):
         def call(*args, **kwargs):
@@ -144,12 +140,12 @@ def run_trl(folder: str, scratch: str) -> None:
         return call
 
     config = GRPOConfig(
-        output_dir=scratch, use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
+        output_dir=scratch, use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False,
         per_device_train_batch_size=PROMPTS * GROUP // UPDATES, gradient_accumulation_steps=1, num_iterations=1,
         steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=LONGEST, temperature=TEMPERATURE,
-        top_k=0, top_p=1.0, beta=KL, loss_type="grpo", learning_rate=LR, lr_scheduler_type="constant", weight_decay=0.01,
-        max_grad_norm=1.0, max_steps=10 ** 6, logging_strategy="no", save_strategy="no", report_to="none",
-        disable_tqdm=True, dataloader_pin_memory=False)
+        top_k=0, top_p=1.0, beta=KL, loss_type="grpo", learning_rate=LR, lr_scheduler_type="constant",
+        weight_decay=0.01, max_grad_norm=1.0, max_steps=10 ** 6, model_init_kwargs={"dtype": "float32"},
+        logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
     rows = Dataset.from_list([{"prompt": question(a, b)} for a, b in problems("train", 2048)])
     trainer = GRPOTrainer(folder, reward_funcs=reward, args=config, train_dataset=rows, callbacks=[Report()])
     for method, phase in (("_generate", "sample"), ("_calculate_rewards", "reward"),
@@ -162,121 +158,113 @@ def run_trl(folder: str, scratch: str) -> None:
 
 class Run:
     def __init__(self, name: str, python: str, folder: Path, scratch: Path, threads: int):
-        self.name, self.log, self.blocks = name, scratch / "log", []
         scratch.mkdir()
+        self.name, self.log, self.blocks = name, scratch / "log", []
         self.process = subprocess.Popen(
-            [python, __file__, "--child", name, str(folder), str(scratch)], text=True, stdin=subprocess.PIPE,
+            [python, __file__, "--child", name, folder, scratch], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self.log.open("w"),
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-        self.versions = self.reply()["versions"]           # after its first step, which warms up
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
+        self.versions = self.reply()["versions"]           # after its first step, which loads and warms up
 
     def reply(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
-            raise UserError(f"the run {self.name!r} ended early: {self.log.read_text().strip().splitlines()[-1:]}")
+            last = (self.log.read_text().strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"the run {self.name!r} ended early: {last}")
         return json.loads(line)
 
-    def block(self, steps: int) -> None:
-        self.process.stdin.write(f"{steps + 1}\n")
-        self.process.stdin.flush()
+    def block(self) -> None:
+        print(BLOCK + 1, file=self.process.stdin, flush=True)
         self.blocks.append(self.reply()["steps"][1:])
 
-    def values(self, phase: str) -> np.ndarray:
-        return np.array([step.get(phase, np.nan) for block in self.blocks for step in block])
+    def values(self, phase: str) -> np.ndarray:            # (rounds, BLOCK)
+        return np.array([[step.get(phase, np.nan) for step in block] for block in self.blocks])
 
     def stop(self) -> None:
         self.process.stdin.close()
         self.process.wait()
 
 
-def compare(over: Run, under: Run, target: float | None) -> dict:
-    """Median over rounds of the paired ratio, with a 95 % bootstrap interval over rounds."""
-    above, below = (np.median([[step["step"] for step in block] for block in run.blocks], 1) for run in (over, under))
-    ratios = above / below                                                             # (rounds,)
+def compare(over: Run, under: Run) -> list[float]:
+    """Ratio of two runs' step times, and the ends of its interval."""
+    ratios = np.median(over.values("step"), 1) / np.median(under.values("step"), 1)    # (rounds,)
     draws = np.random.default_rng(0).integers(len(ratios), size=(10_000, len(ratios)))
-    low, high = np.quantile(np.median(ratios[draws], 1), (0.025, 0.975))
-    return {"ratio": float(np.median(ratios)), "low": float(low), "high": float(high), "target": target}
+    return [float(np.median(ratios)), *np.quantile(np.median(ratios[draws], 1), (0.025, 0.975)).tolist()]
 
 
-def table(runs: dict[str, Run]) -> None:
-    print(f"\n{'ms per step':12}" + "".join(f"{name:>22}" for name in runs) + "      median [quartiles]")
+def print_table(runs: dict[str, Run]) -> None:
+    print(f"\n{'ms per step':12}" + "".join(f"{name:>22}" for name in runs) + "    median [quartiles]")
     for phase in PHASES:
-        cells = [1000 * run.values(phase) for run in runs.values()]
-        texts = ["–" if np.isnan(c).all() else "{1:.1f} [{0:.1f} {2:.1f}]".format(*np.quantile(c, (0.25, 0.5, 0.75)))
-                 for c in cells]
-        print(f"{phase:12}" + "".join(f"{text:>22}" for text in texts))
+        quartiles = [1000 * np.quantile(run.values(phase), (0.25, 0.5, 0.75)) for run in runs.values()]
+        cells = ["-" if np.isnan(low) else f"{mid:.1f} [{low:.1f} {high:.1f}]" for low, mid, high in quartiles]
+        print(f"{phase:12}" + "".join(f"{cell:>22}" for cell in cells))
     print(f"{'tokens':12}" + "".join(f"{run.values('length').mean():22.1f}" for run in runs.values())
-          + "      mean response length")
+          + "    mean response length")
 
 
 def make_environment(folder: Path) -> str:
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", *PINS], check=True)
+    for command in ([sys.executable, "-m", "venv", folder], [python, "-m", "pip", "install", *PINS]):
+        if subprocess.run(command).returncode:
+            raise UserError(f"cannot make an environment for TRL in {folder}: see above")
     return python
 
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", help="python of an environment with TRL 1.16")
-    parser.add_argument("--make-trl-env", type=Path, metavar="DIR", help=f"make one there first: {' '.join(PINS)}")
-    parser.add_argument("--steps", type=int, default=60, help="measured steps of each run (default 60)")
-    parser.add_argument("--block", type=int, default=4, help="measured steps per turn (default 4)")
+    parser.add_argument("--make-trl-env", type=Path, metavar="DIR", help=f"make it there first: {', '.join(PINS)}")
+    parser.add_argument("--steps", type=int, default=60, help=f"measured steps of each run, in blocks of {BLOCK}")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of every run (default 2)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     args = parser.parse_args()
-    rounds = args.steps // args.block if args.block > 0 else 0
+    rounds = args.steps // BLOCK
     if rounds < 2:
-        raise UserError(f"--steps {args.steps} of --block {args.block}: at least two blocks are needed")
+        raise UserError(f"--steps {args.steps}: at least two blocks of {BLOCK} are needed")
     trl = make_environment(args.make_trl_env) if args.make_trl_env else args.trl_python
-    if trl and subprocess.run([trl, "-c", "import trl"], capture_output=True).returncode:
-        raise UserError(f"{trl} has no TRL: --make-trl-env DIR makes an environment that does")
+    if trl and not shutil.which(trl):
+        raise UserError(f"--trl-python {trl}: there is no such program (--make-trl-env DIR makes an environment)")
 
-    runs, load = {}, [os.getloadavg()[0]]
+    runs, load = {}, []
     with tempfile.TemporaryDirectory() as scratch:
         make_folder(folder := Path(scratch) / "model")
         try:
             for index, (name, flags) in enumerate(RUNS.items()):
-                if flags is not None or trl:
-                    runs[name] = Run(name, sys.executable if flags is not None else trl, folder,
-                                     Path(scratch) / str(index), args.threads)
+                if python := trl if flags is None else sys.executable:
+                    runs[name] = Run(name, python, folder, Path(scratch) / str(index), args.threads)
             for number in range(rounds):
                 for run in random.Random(number).sample(list(runs.values()), len(runs)):
-                    run.block(args.block)
+                    run.block()
                 load.append(os.getloadavg()[0])
         finally:
             for run in runs.values():
                 run.stop()
 
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    about = provenance() | {"cpu": cpu[1] if cpu else platform.processor(), "threads": args.threads, "load": load,
-                            "rounds": rounds, "block": args.block,
+    about = provenance() | {"cpu": cpu[1] if cpu else "unknown", "threads": args.threads, "load": load,
                             "versions_of_runs": {name: run.versions for name, run in runs.items()}}
-    ratios = {f"{a} / {b}": compare(runs[a], runs[b], target) for a, b, target in RATIOS if {a, b} <= runs.keys()}
-    table(runs)
-    print(f"\n{'ratio':24}{'':8}95 % interval    target")
-    for name, r in ratios.items():
-        print(f"{name:24}{r['ratio']:7.3f} [{r['low']:.3f}, {r['high']:.3f}]    "
-              f"{'(noise)' if r['target'] is None else '<= ' + str(r['target'])}")
+    ratios = {f"{a} / {b}": compare(runs[a], runs[b]) for a, b, _ in RATIOS if {a, b} <= runs.keys()}
+    print_table(runs)
+    print(f"\n{'ratio':25}  95 % interval      wanted")
+    for a, b, wanted in RATIOS:
+        if {a, b} <= runs.keys():
+            print("{:20}{:.3f}  [{:.3f}, {:.3f}]     {}".format(f"{a} / {b}", *ratios[f"{a} / {b}"], wanted))
     if not trl:
-        print("no TRL column: --make-trl-env DIR makes its environment (about 1.5 GB), --trl-python names one")
-    print(f"\n{about['cpu']}, {os.cpu_count()} cores, {args.threads} threads, load {min(load):.1f} to {max(load):.1f}; "
-          f"commit {about['commit'][:16]}")
+        print("TRL is left out: --make-trl-env DIR makes its environment (1.5 GB), --trl-python names one")
+    print(f"\n{about['cpu']}, {os.cpu_count()} cores, {args.threads} threads, load {min(load):.1f} to {max(load):.1f}, "
+          f"{rounds} rounds of {BLOCK} steps; commit {about['commit'][:12]}")
     for name, run in runs.items():
         print(f"{name:12}" + ", ".join(f"{package} {version}" for package, version in run.versions.items()))
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(about | {"ratios": ratios, "blocks": {n: r.blocks for n, r in runs.items()}}) + "\n")
+    measured = {"ratios": ratios, "blocks": {name: run.blocks for name, run in runs.items()}}
+    args.output.write_text(json.dumps(about | measured) + "\n")
     print(f"written: {args.output}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child, model_folder, child_scratch = sys.argv[2:]
-        if RUNS[child] is None:
-            run_trl(model_folder, child_scratch)
-        else:
-            run_ours(model_folder, RUNS[child], child_scratch)
-    else:
-        from salt.errors import Parser, UserError, run as run_program
-        from salt.metrics import provenance
+    if sys.argv[1:2] != ["--child"]:
         run_program(main)
+    elif RUNS[sys.argv[2]] is None:
+        run_trl(*sys.argv[3:])
+    else:
+        run_ours(sys.argv[3], RUNS[sys.argv[2]], sys.argv[4])
