@@ -69,7 +69,7 @@ class Config:
     batch_size: int = option(64, "prompts per step")
     mini_batch: int = option(32, "prompts per optimizer update, B")
     micro_batch: int = option(8, "responses per forward pass: memory only, the gradient does not depend on it")
-    epochs: int = option(2, "passes over the training problems")
+    epochs: int = option(2, "passes over the training problems (DAPO finishes the step it has begun)")
     steps: int | None = option(None, "stop after this many steps")
     temperature: float = option(0.6, "of the sampler, and of the logits in loss and proxy")
     top_p: float = option(1.0, "refused below 1: the ratio of Eq. 3 would be biased")
@@ -178,6 +178,9 @@ def validate(config: Config) -> None:
         raise UserError(f"--alpha {config.alpha} and --gram-tolerance {config.gram_tolerance}: shares, at most 1")
     if config.batch_size % config.mini_batch:
         raise UserError(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
+    if config.algo == "dapo" and config.gen_batch * config.max_gen_batches < config.batch_size:
+        raise UserError(f"--max-gen-batches {config.max_gen_batches} of --gen-batch {config.gen_batch} prompts cannot "
+                        f"fill --batch-size {config.batch_size}")
     if config.temperature <= 0:
         raise UserError(f"--temperature {config.temperature}: training needs a positive one (greedy responses "
                         "of a group are all the same)")
@@ -229,7 +232,7 @@ def check_theory(step: int, record: dict) -> None:
     if record.get("eq10_error", 0) > 1e-5 or record.get("eq11_violations", 0) > 0:
         raise SystemExit(f"step {step}: the residual-only identity or its bound fails (Eq. 10: "
                          f"{record['eq10_error']:.1e}, Eq. 11: {record['eq11_violations']:.0f} violations)")
-    if record.get("head_gradient_error", 0) > 1e-3:
+    if not record.get("head_gradient_error", 0) <= 1e-3:                                           # NaN fails too
         raise SystemExit(f"step {step}: the LM head's gradient does not have the norm sqrt(a'Ka'/m) that K predicts "
                          f"(relative error {record['head_gradient_error']:.1e})")
 
@@ -439,11 +442,14 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
                                      old[members], None if frozen is None else frozen[members], first=index == 0,
                                      seed=stable_seed(config.seed, "clip-cov", step, index),
                                      head_check=checked and index == 0))
-        if checked:
+        if checked and grams[0].isfinite().all():
             members = mini_batches[0]
-            predicted = head_gradient_norm(grams[0], coefficients[members], scored.lengths[members],
-                                           aggregation=config.aggregation, length_norm=config.length_norm)
-            losses[0]["head_gradient_error"] = abs(losses[0]["head_gradient"] - predicted) / max(predicted, 1e-12)
+            predicted, uncancelled = (
+                head_gradient_norm(matrix, coefficients[members], scored.lengths[members],
+                                   aggregation=config.aggregation, length_norm=config.length_norm)
+                for matrix in (grams[0], grams[0].diagonal().diag()))
+            error = abs(losses[0]["head_gradient"] - predicted)
+            losses[0]["head_gradient_error"] = error / max(predicted, uncancelled / 10, 1e-12)
 
         # ---- sync, log, save
         with clock("sync"):
@@ -479,7 +485,6 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
     bar.close()
     model.save_pretrained(run_directory.final)
     tokenizer.save_pretrained(run_directory.final)
-    run_directory.draw()
     return run_directory
 
 

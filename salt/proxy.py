@@ -28,8 +28,8 @@ while ε_i fits a budget guessed from √(Σ ‖δ_t‖²‖h_t‖²) (what ‖g
 that fail are redone with all their tokens. With Ê = (ε_1, …, ε_m), ‖K − K̂‖_F ≤ (2‖Ĝ‖₂‖Ê‖ + ‖Ê‖²) / m. Both bounds
 carry an allowance for rounding: a few units in the last place of each logit, times Σ‖h_t‖. (bfloat16 on CUDA also
 rounds residuals and features to bfloat16 on the way into the tensor cores; the bounds do not count that.)
-How much may go: on rollouts of the tiny model (8 mini-batches of 256, before and after training) the cosine of SALT's a'
-with the exact one is at least 0.9999 at tolerance 0.03, 0.9995 at 0.1, 0.998 at 0.3 and 0.965 at 0.5. So 0.3 is the
+How much may go: on rollouts of the tiny model (8 mini-batches of 256, before and after training) the cosine of a' with
+the exact one is at least 0.9999 at tolerance 0.03, 0.9995 at 0.1, 0.998 at 0.3 and 0.965 at 0.5. So 0.3 is the
 largest that moves a' by less than 1 %; train.py takes 0.1 for larger models, a step below, and 0 for the tiny one.
 
 Sketch (method="sketch"). A seeded CountSketch S (k, V) has one random sign per column; <S δ_t, S δ_s> is an unbiased

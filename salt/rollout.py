@@ -112,8 +112,8 @@ def sample_mixed_groups(config, sample, pool, leftover: tuple[Rollouts, list[flo
     """DAPO's dynamic sampling: only groups with right and wrong answers (Eq. 69's condition), until a batch is full.
 
     config: batch_size, group_size, gen_batch and max_gen_batches. `sample(attempt)` draws a generation batch ->
-    (rollouts, answers). Groups beyond the batch wait for the next step; they are one update old by then, and the ratio
-    of Eq. 3 is taken to the policy at the start of that step.
+    (rollouts, answers). Groups beyond the batch wait for the next step; they are a step's updates old by then, and the
+    ratio of Eq. 3 is taken to the policy at the start of the step that trains on them.
     Returns rollouts, verdicts, the new leftover, and the verdicts on everything drawn.
     """
     kept, verdicts = leftover

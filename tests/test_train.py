@@ -205,7 +205,7 @@ def test_scopes_and_presets(tiny_folder, tmp_path, monkeypatch, flags, blocks):
     monkeypatch.setattr(train, "reweight", lambda *args, **options: seen.append((args, options)) or original(
         *args, **options))
     record = run(tiny_folder, tmp_path / "run", "--salt", *flags, "--steps", "1")[0]
-    (gram, advantages, parts, variant), options = seen[0]
+    (gram, _, parts, variant), options = seen[0]
     assert len(parts) == blocks and variant == "salt" and gram.shape == (8, 8)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     released = flags[1] == "released-code"

@@ -14,9 +14,9 @@ from threading import Timer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import train  # noqa: E402
-from salt import checkpoint  # noqa: E402
-from salt.metrics import RunDirectory  # noqa: E402
+import train
+from salt import checkpoint
+from salt.metrics import RunDirectory
 
 SMALL = ("--batch-size 4 --mini-batch 2 --group-size 4 --max-prompt 16 --max-response 12 --limit 16 --epochs 50 "
          "--lr 1e-3 --steps 2 --eval-every 0").split()                      # two updates of 8 responses per step

@@ -363,7 +363,7 @@ def draw(batches: list[dict[str, Tensor]], path: Path) -> None:
     """The paper's four panels for the disjoint last block: cosines, signs, PR, principal angles."""
     figure, ((pairs, sign), (ratio, angle)) = new_figure(2, 2, (10, 8))
     styles = {"proxy": ("LM-head proxy", "o-"), PERMUTED: ("permutation null", "s--"), NOISY: ("noise null", "^:")}
-    shares, top = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], min(2 * TOP, len(batches[0]["proxy"]))
+    shares, top = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], min(TOP, len(batches[0]["proxy"]))
     first = cosines(batches[0]["proxy"]), cosines(batches[0][LAST])
     pairs.hexbin(*first, gridsize=60, bins="log", mincnt=1, linewidths=0)
     for name, (label, style) in styles.items():
@@ -382,8 +382,8 @@ def draw(batches: list[dict[str, Tensor]], path: Path) -> None:
              xlabel="share of pairs, largest |cosine| first (table: 0.2)")
     ratio.set(title="(c) participation ratio", yscale="log", xlabel="mini-batch, checkpoint after checkpoint")
     angle.set(title=f"(d) principal cosines of the top-{top} eigenspaces", ylim=(0, 1.05), xlabel="principal direction")
-    for axis in (pairs, sign, ratio, angle):
-        axis.legend()
+    for axis, place in ((pairs, "upper left"), (sign, "lower left"), (ratio, "best"), (angle, "best")):
+        axis.legend(loc=place)
     figure.savefig(path, dpi=130)
 
 
