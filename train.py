@@ -263,7 +263,7 @@ def update(config: Config, model, optimizer, rollouts: Rollouts, coefficients: T
     chosen = None
     if config.regularizer in ("clip-cov", "kl-cov"):
         current = old if first else models.unpack(
-            models.score(model, rollouts, config.temperature, micro_batch=config.micro_batch).logprobs, lengths)
+            models.logprobs_only(model, rollouts, config.temperature, config.micro_batch), lengths)
         chosen = choose_tokens(config, current, old, coefficients, mask, seed)
     optimizer.zero_grad(set_to_none=True)
     head = models.lm_head(model).weight
@@ -359,9 +359,6 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
             entropy_range, done = state["entropy_range"], state["step"]
         run_directory.rewind(done if state else -1)
 
-    def forward_only(policy, rollouts: Rollouts, **options) -> models.Scored:
-        return models.score(policy, rollouts, config.temperature, micro_batch=config.micro_batch, **options)
-
     def evaluate() -> dict[str, float]:
         rows = evaluate_problems(sampler, tokenizer, test, pool, samples=config.eval_samples,
                                  temperature=config.eval_temperature, max_tokens=config.max_response,
@@ -398,10 +395,12 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
         # ---- score: old and reference log-probabilities, entropy, hidden states; then the rewards
         measure = bool(config.salt) or config.diagnostics == "on"
         with clock("score"):
-            scored = forward_only(model, rollouts, keep_hidden=measure)
+            scored = models.score(model, rollouts, config.temperature, micro_batch=config.micro_batch,
+                                  keep_hidden=measure)
             old, frozen = models.unpack(scored.logprobs, scored.lengths), None                            # (m, T)
             if reference is not None:
-                frozen = models.unpack(forward_only(reference, rollouts).logprobs, scored.lengths)
+                frozen = models.unpack(models.logprobs_only(reference, rollouts, config.temperature, config.micro_batch),
+                                       scored.lengths)
             entropy = scored.entropy.mean().item()
             low, high = entropy_range or (entropy, entropy)
             entropy_range = min(low, entropy), max(high, entropy)

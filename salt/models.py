@@ -59,7 +59,7 @@ class Scored:
     def select(self, responses: Tensor) -> "Scored":
         """The same for some of the responses, in their given order."""
         starts = self.lengths.cumsum(0) - self.lengths
-        index = torch.cat([torch.arange(s, s + n) for s, n in zip(starts[responses], self.lengths[responses])])
+        index = packed_positions(starts[responses], self.lengths[responses])
         return Scored(self.tokens[index], self.lengths[responses], self.logprobs[index], self.entropy[index],
                       self.logsumexp[index], self.delta_norms[index],
                       None if self.hidden is None else self.hidden[index])
@@ -200,28 +200,46 @@ def forward_logprobs(model, rollouts: Rollouts, temperature: float,
                           with_entropy)
 
 
+def packed_positions(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Where the tokens of responses lie that begin at `starts` (b,) and are `lengths` (b,) long: (Σ lengths,)."""
+    return torch.arange(int(lengths.sum())) + (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+
+
 @torch.no_grad()
+def in_micro_batches(rollouts: Rollouts, size: int | None, columns_of) -> dict[str, Tensor]:
+    """`columns_of(part)`, a dict of packed columns, over micro-batches of a batch; put back into the batch's order."""
+    lengths, visited, parts = rollouts.lengths, [], []
+    for indices in micro_batches(rollouts.total_lengths, size):
+        parts.append(columns_of(rollouts.select(indices)))
+        visited += indices
+    starts = torch.empty_like(lengths)
+    starts[visited] = lengths[visited].cumsum(0) - lengths[visited]
+    order = packed_positions(starts, lengths)
+    return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def logprobs_only(model, rollouts: Rollouts, temperature: float, micro_batch: int | None = None) -> Tensor:
+    """Log-probabilities of a batch without gradients: packed (N,)."""
+    return in_micro_batches(rollouts, micro_batch, lambda part: {
+        "logprobs": forward_logprobs(model, part, temperature)[0]})["logprobs"]
+
+
 def score(model, rollouts: Rollouts, temperature: float, *, micro_batch: int | None = None,
           keep_hidden: bool = False) -> Scored:
     """The pass without gradients over a batch: old log-probabilities, entropies, and what the Gram needs."""
     head = lm_head(model)
     rows = max(1, CHUNK_ELEMENTS // len(head.weight))
-    lengths = rollouts.lengths
-    columns: list[dict[str, Tensor]] = [{} for _ in lengths]
-    for indices in micro_batches(rollouts.total_lengths, micro_batch):
-        part = rollouts.select(indices)
+
+    def columns_of(part: Rollouts) -> dict[str, Tensor]:
         states = response_states(model, part.prompts, part.responses)
         tokens = pack_tokens(part.responses, states.device)
         chunks = [token_statistics(h, t, head.weight, bias=head.bias, temperature=temperature)
                   for h, t in zip(states.split(rows), tokens.split(rows))]
         packed = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | {"tokens": tokens}
-        if keep_hidden:
-            packed["hidden"] = states
-        for name, values in packed.items():
-            for index, piece in zip(indices, values.split(part.lengths.tolist())):
-                columns[index][name] = piece
-    joined = {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
-    return Scored(lengths=lengths, hidden=joined.pop("hidden", None), **joined)
+        return packed | ({"hidden": states} if keep_hidden else {})
+
+    columns = in_micro_batches(rollouts, micro_batch, columns_of)
+    return Scored(lengths=rollouts.lengths, hidden=columns.pop("hidden", None), **columns)
 
 
 def unpack(values: Tensor, lengths: Tensor) -> Tensor:
