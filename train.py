@@ -399,8 +399,8 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool) ->
                                   keep_hidden=measure)
             old, frozen = models.unpack(scored.logprobs, scored.lengths), None                            # (m, T)
             if reference is not None:
-                frozen = models.unpack(models.logprobs_only(reference, rollouts, config.temperature, config.micro_batch),
-                                       scored.lengths)
+                frozen = models.unpack(models.logprobs_only(reference, rollouts, config.temperature,
+                                                            config.micro_batch), scored.lengths)
             entropy = scored.entropy.mean().item()
             low, high = entropy_range or (entropy, entropy)
             entropy_range = min(low, entropy), max(high, entropy)

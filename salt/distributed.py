@@ -18,8 +18,8 @@ Glossary
     a'         (compute_once)     (m,)        18
 
 Departures from the paper
-    1. The paper does not say how K is formed over processes. Here it is that of the whole mini-batch, and a' is computed
-       on one rank only: near λ_k ≈ λ_{k+1} two processes could choose different subspaces.
+    1. The paper does not say how K is formed over processes. Here it is that of the whole mini-batch, and a' is
+       computed on one rank only: near λ_k ≈ λ_{k+1} two processes could choose different subspaces.
     2. No sketch: it belongs to the scoring pass, where whole rows of logits are at hand.
 """
 from functools import partial
@@ -185,7 +185,7 @@ def vocabulary_parallel_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, we
 
 def _own_share(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor, bias: Tensor | None, logsumexp: Tensor,
                delta_norms: Tensor | None, block: int | None, **options) -> tuple[dict, tuple[dict, int, Tensor]]:
-    """What can be checked before anything travels -> facts for `agree`; own rows of the head, their start, own sizes."""
+    """What can be checked before anything travels -> facts for `agree`; own rows of the head, their start, sizes."""
     proxy.check_options(options["temperature"], options["length_norm"], "exact", options["tolerance"], 1, block)
     if options["tolerance"] > 0 and delta_norms is None:
         raise ValueError(f"tolerance is {options['tolerance']}: the filter needs delta_norms from the scoring pass")

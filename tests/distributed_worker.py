@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from salt import distributed                                                    # noqa: E402
-from salt.advantages import reweight                                            # noqa: E402
+from salt import distributed
+from salt.advantages import reweight
 
 PER_TOKEN = ("hidden", "tokens", "logsumexp", "delta_norms")
 

@@ -1,4 +1,4 @@
-"""salt/distributed.py: the Gram of 1, 2 and 3 gloo ranks against one process, FSDP2, what is refused, and lost ranks."""
+"""salt/distributed.py: the Gram of 1, 2 and 3 gloo ranks against one process, FSDP2, refusals, and lost ranks."""
 import math
 import os
 import subprocess
