@@ -113,9 +113,9 @@ def alone(cases: dict, scenario: str) -> dict:
             os._exit(3)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(300)
-    begin = time.monotonic()
+    begin = time.time()                                    # rank 1 is lost about now
     outcome = attempt(lambda: distributed.vocabulary_parallel_gram(**own(case, counts), **options))
-    return {"outcome": outcome, "seconds": time.monotonic() - begin}
+    return {"outcome": outcome, "lost": begin, "seconds": time.time() - begin}
 
 
 def main(folder: Path, scenario: str) -> None:

@@ -299,10 +299,9 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks):
 def test_a_lost_rank_ends_the_others_within_the_timeout(scenario, tmp_path):
     """The worker's process group has a timeout of 5 s."""
     torch.save({"grams": gram_cases(2)}, tmp_path / "cases.pt")
-    begin = time.monotonic()
-    run = torchrun(2, tmp_path, scenario, timeout=120)
-    assert run.returncode != 0 and time.monotonic() - begin < 60
+    run = torchrun(2, tmp_path, scenario, timeout=300)
     survivor = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    assert run.returncode != 0 and time.time() - survivor["lost"] < 60          # the whole job, seen from outside
     assert not (tmp_path / "rank1.pt").exists()
     kind, message = survivor["outcome"]
     assert kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and message
