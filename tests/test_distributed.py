@@ -305,6 +305,6 @@ def test_a_lost_rank_ends_the_others_within_the_timeout(scenario, tmp_path):
     assert not (tmp_path / "rank1.pt").exists()
     kind, message = survivor["outcome"]
     assert kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and message
-    assert survivor["seconds"] < 5 + 5
+    assert survivor["seconds"] < 5 + 10                    # the timeout, and what a loaded machine adds to it
     if scenario == "stays away":
         assert survivor["seconds"] > 4
