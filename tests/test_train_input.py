@@ -230,7 +230,7 @@ def program(*flags) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, told", [
     ("--batch", "--batch"), ("--dataset absent.jsonl", "absent.jsonl"), ("--model nobody/nothing", "nobody/nothing"),
-    ("--algo dapo --gen-batch 4 --max-gen-batches 2 --batch-size 64 --mini-batch 64 --epochs 500",
+    ("--algo dapo --gen-batch 4 --max-gen-batches 2 --batch-size 8 --mini-batch 8 --epochs 50",
      "in 2 generation batches of 4 prompts")])
 def test_the_program_says_it_in_one_line_with_status_2(tiny_folder, tmp_path, flags, told):
     ended = program("--model", tiny_folder, *SMALL, "--output", tmp_path / "run", *flags.split())
