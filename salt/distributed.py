@@ -176,7 +176,7 @@ def vocabulary_parallel_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, we
 
     if tolerance > 0:
         gram, _, errors = proxy.filtered_gram(walk, whole["terms"].cpu(), whole["rounding"].cpu(), sizes, tolerance)
-        bound = proxy.gram_bound(gram, errors)
+        bound = proxy.gram_bound(gram, errors) if return_bound else None
     else:
         gram, bound = walk(torch.ones(int(sizes.sum()), dtype=torch.bool)), 0.0
     proxy.check_finite(gram)

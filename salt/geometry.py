@@ -29,6 +29,8 @@ import math
 import torch
 from torch import Tensor
 
+FEWEST_FOR_THREADS = 192                # rows from which on LAPACK's eigh is worth a call of set_num_threads
+
 
 def _as_gram(gram: Tensor) -> Tensor:
     """K on the host in float64, its shape checked."""
@@ -58,9 +60,16 @@ def _group_blocks(gram: Tensor, group_size: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def one_thread():
-    """`eigh` of a small matrix spends its time waiting for other threads: 2.9 s against 8 ms at m = 256."""
+def one_thread(size: int):
+    """Around `eigh` of a (size, size) matrix, whose threads wait for one another on busy cores: 2.9 s against 8 ms at 256.
+
+    Matrices below that are left alone: there the threads are not used, while `set_num_threads`, once called, also ends
+    MKL's own choice of threads, which makes every later matrix product slower (a step of the tiny model by 8 %).
+    """
     threads = torch.get_num_threads()
+    if size < FEWEST_FOR_THREADS or threads == 1:
+        yield
+        return
     torch.set_num_threads(1)
     try:
         yield
@@ -128,7 +137,7 @@ def dominant_subspace(gram: Tensor, rank: int) -> Tensor:
     gram = _as_gram(gram)
     if not 1 <= rank <= len(gram):
         raise ValueError(f"rank {rank} is not between 1 and {len(gram)}")
-    with one_thread():
+    with one_thread(len(gram)):
         vectors = torch.linalg.eigh(gram).eigenvectors                                                      # Eq. 13
     basis = vectors.flip(-1)[:, :rank]                                                  # eigh sorts in ascending order
     largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))                                       # (1, rank)

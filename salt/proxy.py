@@ -164,7 +164,7 @@ def lm_head_gram(hidden: Tensor, tokens: Tensor, lengths: Tensor, weight: Tensor
         if tolerance > 0:
             terms, rounding = filter_terms(hidden, sizes, scale, logsumexp, delta_norms)
             gram, _, errors = filtered_gram(walk, terms, rounding, sizes, tolerance)
-            bound = gram_bound(gram, errors)
+            bound = gram_bound(gram, errors) if return_bound else None
         else:
             gram, bound = walk(None), 0.0
     check_finite(gram)

@@ -475,16 +475,18 @@ def test_shapes_that_do_not_agree_are_a_value_error(name):
     assert "\n" not in str(error.value)
 
 
-def test_one_thread_restores_the_count():
+def test_one_thread_restores_the_count_and_leaves_small_matrices_alone():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        with one_thread():
+        with one_thread(256):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 3
-        with pytest.raises(KeyError), one_thread():
+        with pytest.raises(KeyError), one_thread(256):
             raise KeyError
         assert torch.get_num_threads() == 3
+        with one_thread(128):
+            assert torch.get_num_threads() == 3
         dominant_subspace(torch.eye(3), 1)
         assert torch.get_num_threads() == 3
     finally:
