@@ -4,11 +4,12 @@ The same random model (4 layers, d = 128, 128 tokens), the same prompts, 32 x 8 
 step, two optimizer updates of 128 rollouts each, the same loss, KL reference, optimizer and reward (a parity: no
 verifier on either side), float32, 2 threads.
 
-Every run is a process of its own that stays alive. They take turns, one at a time and in shuffled order: a round is one
-block of steps of each, so that a busy machine hits all alike. A block's first step warms up and is not counted. A step
-lasts from the end of the one before it (log line written) to its own end; phases are train.py's (metrics.jsonl,
-system.seconds), TRL's are its methods timed from outside. A ratio is the median over rounds of the ratio of the blocks'
-medians, its interval a 95 % bootstrap over rounds. "GRPO again" is the same run a second time: the noise.
+A round is one block of steps of each run, in shuffled order, one at a time, so that a busy machine hits all alike. A
+block is a process of its own, because where a process happens to lie in memory moves all of its steps by up to 8 %; its
+first two steps warm up and are not counted. A step lasts from the end of the one before it (log line written) to its
+own end; phases are train.py's (metrics.jsonl, system.seconds), TRL's are its methods timed from outside. A ratio is the
+median over rounds of the ratio of the blocks' medians, its interval a 95 % bootstrap over rounds. "GRPO again" is the
+same run a second time: the noise.
 
     python tests/bench/step_time.py                                    without TRL
     python tests/bench/step_time.py --make-trl-env DIR                 makes TRL's environment, then measures
@@ -36,7 +37,8 @@ from salt.metrics import provenance                                             
 from toy.arithmetic import EOS, PAD, WarmStart, make_model, problems, question         # noqa: E402
 
 PINS = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0")
-PROMPTS, GROUP, UPDATES, LONGEST, VOCABULARY, BLOCK = 32, 8, 2, 32, 128, 4
+PROMPTS, GROUP, UPDATES, LONGEST, VOCABULARY = 32, 8, 2, 32, 128
+WARM_UP, BLOCK = 2, 4                                    # steps of a process
 LR, KL, TEMPERATURE = 1e-6, 1e-3, 0.6                     # so small a rate that lengths stay what they are
 RUNS = {"GRPO": ["--diagnostics", "off"], "GRPO again": ["--diagnostics", "off"], "SALT": ["--salt"],
         "SALT, bare": ["--salt", "--diagnostics", "off"], "TRL GRPO": None}            # flags of train.py; None: TRL
@@ -60,35 +62,29 @@ def parity(text: str) -> float:
     return float(sum(map(ord, text)) % 2)
 
 
-# ---- a run: after each block it says what the block took, and waits for its next turn ----
+# ---- a run: says what its steps took, and ends
 
-class Turns:
-    """The child's end of the pipes. `step_done` waits between blocks, outside the measured time."""
-
+class Steps:
     def __init__(self):
-        self.replies = os.fdopen(os.dup(1), "w")
+        self.answer = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)                                      # what the trainers print goes to the log
-        self.steps, self.left, self.began = [], 0, time.perf_counter()
+        self.steps, self.began = [], time.perf_counter()
 
     def step_done(self, length: float, seconds: dict[str, float]) -> None:
         took = time.perf_counter() - self.began
         phases = {phase: seconds[phase] for phase in PHASES if phase in seconds}
         self.steps.append(phases | {"other": took - sum(phases.values()), "step": took, "length": length})
-        self.left -= 1
-        if self.left <= 0:
+        if len(self.steps) == WARM_UP + BLOCK:
             versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate", "trl")
                         if name in sys.modules}
-            print(json.dumps({"steps": self.steps, "versions": versions}), file=self.replies, flush=True)
-            order = sys.stdin.readline()
-            if not order:
-                sys.exit(0)
-            self.steps, self.left = [], int(order)
+            print(json.dumps({"steps": self.steps[WARM_UP:], "versions": versions}), file=self.answer, flush=True)
+            sys.exit(0)
         self.began = time.perf_counter()
 
 
 def run_ours(folder: str, flags: list[str], scratch: str) -> None:
     import train
-    turns = Turns()
+    steps = Steps()
 
     class Parity:
         restarts = timeouts = 0
@@ -103,7 +99,7 @@ def run_ours(folder: str, flags: list[str], scratch: str) -> None:
     class TimedRun(train.RunDirectory):
         def log(self, record):
             super().log(record)
-            turns.step_done(record["length"], record["system"]["seconds"])
+            steps.step_done(record["length"], record["system"]["seconds"])
 
     train.RunDirectory = TimedRun
     options = {"model": folder, "dataset": "arith", "output": f"{scratch}/run", "batch-size": PROMPTS,
@@ -117,7 +113,7 @@ def run_trl(folder: str, scratch: str) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    turns, seconds, lengths = Turns(), {}, []
+    steps, seconds, lengths = Steps(), {}, []
 
     def reward(completions, completion_ids, **_):
         lengths[:] = [sum(map(len, completion_ids)) / len(completion_ids)]
@@ -129,7 +125,7 @@ def run_trl(folder: str, scratch: str) -> None:
                 phases = seconds | {"score": seconds["score"] - seconds["sample"] - seconds["reward"],
                                     "update": seconds["update"] - seconds["score"]}
                 seconds.clear()
-                turns.step_done(lengths[0], phases)
+                steps.step_done(lengths[0], phases)
 
     def timed(method, phase):
         def call(*args, **kwargs):
@@ -154,35 +150,27 @@ def run_trl(folder: str, scratch: str) -> None:
     trainer.train()
 
 
-# ---- the parent: starts the runs, gives turns, compares ----
+# ---- the parent: starts the runs, compares ----
 
 class Run:
     def __init__(self, name: str, python: str, folder: Path, scratch: Path, threads: int):
         scratch.mkdir()
-        self.name, self.log, self.blocks = name, scratch / "log", []
-        self.process = subprocess.Popen(
-            [python, __file__, "--child", name, folder, scratch], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self.log.open("w"),
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"})
-        self.versions = self.reply()["versions"]           # after its first step, which loads and warms up
-
-    def reply(self) -> dict:
-        line = self.process.stdout.readline()
-        if not line:
-            last = (self.log.read_text().strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"the run {self.name!r} ended early: {last}")
-        return json.loads(line)
+        self.name, self.scratch, self.blocks, self.versions = name, scratch, [], {}
+        self.command = [python, __file__, "--child", name, folder]
+        self.environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
     def block(self) -> None:
-        print(BLOCK + 1, file=self.process.stdin, flush=True)
-        self.blocks.append(self.reply()["steps"][1:])
+        own = self.scratch / str(len(self.blocks))
+        own.mkdir()
+        ended = subprocess.run([*self.command, own], capture_output=True, text=True, env=self.environment)
+        if ended.returncode or not ended.stdout:
+            raise UserError(f"the run {self.name!r} failed: {(ended.stderr.strip().splitlines() or ['no message'])[-1]}")
+        reply = json.loads(ended.stdout)
+        self.versions = reply["versions"]
+        self.blocks.append(reply["steps"])
 
     def values(self, phase: str) -> np.ndarray:            # (rounds, BLOCK)
         return np.array([[step.get(phase, np.nan) for step in block] for block in self.blocks])
-
-    def stop(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
 
 
 def compare(over: Run, under: Run) -> list[float]:
@@ -214,13 +202,12 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", help="python of an environment with TRL 1.16")
     parser.add_argument("--make-trl-env", type=Path, metavar="DIR", help=f"make it there first: {', '.join(PINS)}")
-    parser.add_argument("--steps", type=int, default=60, help=f"measured steps of each run, in blocks of {BLOCK}")
+    parser.add_argument("--rounds", type=int, default=12, help=f"blocks of {BLOCK} steps of each run (default 12)")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of every run (default 2)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step_time.json")
     args = parser.parse_args()
-    rounds = args.steps // BLOCK
-    if rounds < 2:
-        raise UserError(f"--steps {args.steps}: at least two blocks of {BLOCK} are needed")
+    if args.rounds < 2:
+        raise UserError(f"--rounds {args.rounds}: at least two are needed")
     trl = make_environment(args.make_trl_env) if args.make_trl_env else args.trl_python
     if trl and not shutil.which(trl):
         raise UserError(f"--trl-python {trl}: there is no such program (--make-trl-env DIR makes an environment)")
@@ -228,17 +215,13 @@ def main() -> None:
     runs, load = {}, []
     with tempfile.TemporaryDirectory() as scratch:
         make_folder(folder := Path(scratch) / "model")
-        try:
-            for index, (name, flags) in enumerate(RUNS.items()):
-                if python := trl if flags is None else sys.executable:
-                    runs[name] = Run(name, python, folder, Path(scratch) / str(index), args.threads)
-            for number in range(rounds):
-                for run in random.Random(number).sample(list(runs.values()), len(runs)):
-                    run.block()
-                load.append(os.getloadavg()[0])
-        finally:
-            for run in runs.values():
-                run.stop()
+        for index, (name, flags) in enumerate(RUNS.items()):
+            if python := trl if flags is None else sys.executable:
+                runs[name] = Run(name, python, folder, Path(scratch) / str(index), args.threads)
+        for number in range(args.rounds):
+            for run in random.Random(number).sample(list(runs.values()), len(runs)):
+                run.block()
+            load.append(os.getloadavg()[0])
 
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     about = provenance() | {"cpu": cpu[1] if cpu else "unknown", "threads": args.threads, "load": load,
@@ -252,7 +235,7 @@ def main() -> None:
     if not trl:
         print("TRL is left out: --make-trl-env DIR makes its environment (1.5 GB), --trl-python names one")
     print(f"\n{about['cpu']}, {os.cpu_count()} cores, {args.threads} threads, load {min(load):.1f} to {max(load):.1f}, "
-          f"{rounds} rounds of {BLOCK} steps; commit {about['commit'][:12]}")
+          f"{args.rounds} rounds of {BLOCK} steps; commit {about['commit'][:12]}")
     for name, run in runs.items():
         print(f"{name:12}" + ", ".join(f"{package} {version}" for package, version in run.versions.items()))
     args.output.parent.mkdir(parents=True, exist_ok=True)
