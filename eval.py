@@ -26,9 +26,10 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from salt.data import NAMES, Problem, load_problems
+from salt.data import NAMES, SOURCES, Problem, load_problems
 from salt.errors import Parser, UserError, run
-from salt.evaluation import EXTRACT, Samples, digest, evaluate_problems, problem_scores, read_samples, summarise
+from salt.evaluation import (EXTRACT, Samples, digest, evaluate_problems, gold_record, problem_scores, read_samples,
+                             summarise)
 from salt.report import draw_differences, to_csv, to_json, to_markdown, to_text, write
 from salt.reward import RewardPool
 from salt.stats import mean_interval, paired_bootstrap
@@ -163,7 +164,7 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
         make_folder(output / "samples")
         if kind == "choice":                             # GPQA's authors ask that no copy of a question gets published
             (output / "samples" / ".gitignore").write_text("*\n")
-        with RewardPool(kind, args.workers) as pool:
+        with reward_pool(task, kind, args) as pool:
             for seed in range(args.seed, args.seed + args.runs):
                 path = output / "samples" / f"{task}-seed{seed}.jsonl"
                 key = digest(drawn_by, sampling, limit, problems, prompts, seed)
@@ -177,6 +178,20 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
     return results, rows
 
 
+def reward_pool(task: str, kind: str, args) -> RewardPool:
+    limit = {"timeout": SOURCES[task].seconds} if task in SOURCES else {}
+    return RewardPool(kind, args.workers, allow_weak_sandbox=args.allow_weak_sandbox, **limit)
+
+
+def recorded_tests(task: str, rows: list[dict], args) -> list[str]:
+    """The tests of the rows' problems, which their file holds only as a hash."""
+    problems = {problem.id: problem for problem in load_problems(task, data_dir=args.data_dir)}
+    for row in rows:
+        if row["id"] not in problems or gold_record(problems[row["id"]]) != row["gold"]:
+            raise UserError(f"the tests of {row['id']} are not those it was judged by: pass the same --data-dir as then")
+    return [problems[row["id"]].answer for row in rows]
+
+
 def rescore(output: Path, args) -> tuple[dict, dict[str, list[list[dict]]]]:
     """Judge the recorded samples again, in place; nothing is drawn."""
     results = read_results(output)
@@ -185,12 +200,14 @@ def rescore(output: Path, args) -> tuple[dict, dict[str, list[list[dict]]]]:
     check_k(args.k, results["settings"]["samples"])
     rows = {}
     for task, entry in results["tasks"].items():
-        with RewardPool(entry["kind"], args.workers) as pool:
+        kind = entry["kind"]
+        with reward_pool(task, kind, args) as pool:
             for record in entry["runs"]:
                 path = output / "samples" / record["file"]
                 old, _ = read_samples(path)
-                verdicts = pool.score([row["text"] for row in old], [row["gold"] for row in old])
-                new = [row | {"answer": EXTRACT[entry["kind"]](row["text"]), "correct": int(verdict > 0)}
+                golds = recorded_tests(task, old, args) if kind == "code" else [row["gold"] for row in old]
+                verdicts = pool.score([row["text"] for row in old], golds)
+                new = [row | {"answer": EXTRACT[kind](row["text"]), "correct": int(verdict > 0)}
                        for row, verdict in zip(old, verdicts)]
                 write(path, "".join(json.dumps(row) + "\n" for row in new))
                 rows.setdefault(task, []).append([row for row in new if row["key"] == record["key"]])
@@ -322,6 +339,8 @@ def parse(argv: list[str] | None):
     parser.add_argument("--output", type=Path, help="folder (default: eval/ inside the run, else runs/eval-MODEL)")
     parser.add_argument("--batch", type=count, default=256, help="responses per generate call (default 256)")
     parser.add_argument("--workers", type=count, default=2, help="reward processes (default 2)")
+    parser.add_argument("--allow-weak-sandbox", action="store_true",
+                        help="judge generated programs even where they cannot be isolated: they then run as you")
     parser.add_argument("--rescore", action="store_true", help="judge the recorded samples again, draw none")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"),
                         help="paired difference A - B of finished evaluations; several per side: separated by commas")

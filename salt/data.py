@@ -5,9 +5,11 @@ r"""Data sets: where their rows come from, what is asked and what the verifier c
     gsm8k     question             after "#### ", no commas     math
     math500   problem              answer                       math
     math      problem              last box of the solution     math
+    dapo-math prompt[0].content    reward_model.ground_truth    math
     aime24    problem              answer                       math
     aime25    question             answer                       math
     gpqa      Question + options   the right option's letter    choice
+    mbpp, humaneval, humanevalplus: see salt/code_tasks.py      code
     a file    prompt | question | problem, answer               math
 
 Rows come from files under a data folder (`DIR/<name>/<split>.jsonl`, `.jsonl.gz`, `.parquet` or `.csv`; the columns are
@@ -23,6 +25,9 @@ Glossary
 Departures from the paper
     1. Rows whose gold math-verify cannot read are skipped, counted and named; the paper does not mention them.
     2. GPQA's options are shuffled by a seed made of the question; the instruction asks for the letter.
+    3. DAPO-Math-17k repeats every row about a hundred times and asks for "Answer: $Answer": each question is taken
+       once, without that wrapper (our instruction asks for the box); questions whose golds disagree are dropped. How
+       many of its problems are in MATH-500, on which the paper tests, is reported; they are not taken out.
 """
 import csv
 import gzip
@@ -35,17 +40,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from salt import code_tasks
 from salt.errors import UserError
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 CHOICE_INSTRUCTION = "Please reason step by step, and put the letter of your answer within \\boxed{}."
+CODE_INSTRUCTION = "Please reason step by step, and put the whole program in one ```python block."
+DAPO_WRAPPER = ("Solve the following math problem step by step. The last line of your response should be of the form "
+                "Answer: $Answer (without quotes) where $Answer is the answer to the problem.",
+                'Remember to put your answer on its own line after "Answer:".')
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
+NAMED = 12                            # ids that a message lists; 11 of MATH-train's golds cannot be parsed
 ARITH_SIZES = {"train": 2048, "test": 256}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its gold answer; `kind` says which verdict compares them ("math" or "choice")."""
+    """One question with its gold answer; `kind` says which verdict compares them ("math", "choice", "code")."""
     id: str
     question: str
     answer: str
@@ -85,6 +96,17 @@ def _last_box(row: Row) -> tuple[str, Any]:
     return _asked(row), extract_answer(str(row["solution"]))
 
 
+def _dapo(row: Row) -> tuple[str, Any]:
+    """One user turn, in a wrapper that asks for another form of the answer than ours."""
+    try:
+        question, gold = row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+        before, after = DAPO_WRAPPER
+        return question.strip().removeprefix(before).removesuffix(after), gold
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise UserError(f"{row.where}: prompt must be a list with one message whose content is a text, reward_model an "
+                        "object with a ground_truth") from error
+
+
 def _gpqa(row: Row) -> tuple[str, Any]:
     """The question with its four options; the seed of their order is the item itself, so every run asks the same."""
     right = str(row["Correct Answer"]).strip()
@@ -102,6 +124,11 @@ class Source:
     read: Callable[[Row], tuple[str, Any]] = _plain
     kind: str = "math"
     gated: bool = False
+    repeated: bool = False            # the file holds questions many times, some with golds that disagree
+    overlaps: str | None = None       # a test set that shares problems with it
+    release: str = ""                 # the file as its authors released it, taken from a data folder too
+    task_ids: dict[str, range] | None = None                          # of each split, where a file holds several
+    seconds: float = 5.0              # of CPU time that a verdict may take
 
 
 SOURCES = {
@@ -109,11 +136,21 @@ SOURCES = {
     "math500": Source("HuggingFaceH4/MATH-500", {"test": "test.jsonl"}),
     "math": Source("DigitalLearningGmbH/MATH-lighteval",
                    {"test": "data/test-*.parquet", "train": "data/train-*.parquet"}, _last_box),
+    "dapo-math": Source("BytedTsinghua-SIA/DAPO-Math-17k", {"train": "data/*.parquet"}, _dapo, repeated=True,
+                        overlaps="math500"),
     "aime24": Source("HuggingFaceH4/aime_2024", {"test": "data/train-*.parquet"}),
     "aime25": Source("opencompass/AIME2025", {"test": "aime2025-I*.jsonl"}),
     "gpqa": Source("Idavidrein/gpqa", {"test": "gpqa_diamond.csv"}, _gpqa, kind="choice", gated=True),
+    "mbpp": Source("google-research-datasets/mbpp", {"test": "full/test-*.parquet", "train": "full/train-*.parquet"},
+                   code_tasks.mbpp, kind="code", release="mbpp.jsonl",
+                   task_ids={"test": range(11, 511), "train": range(601, 975)}),
+    "humaneval": Source("openai/openai_humaneval", {"test": "openai_humaneval/test-*.parquet"}, code_tasks.humaneval,
+                        kind="code", release="HumanEval.jsonl.gz"),
+    "humanevalplus": Source("evalplus/humanevalplus", {"test": "data/test-*.parquet"}, code_tasks.humaneval,
+                            kind="code", release="HumanEvalPlus.jsonl.gz", seconds=30.0),
 }
 NAMES = ("arith", *SOURCES)
+INSTRUCTIONS = {"math": INSTRUCTION, "choice": CHOICE_INSTRUCTION, "code": CODE_INSTRUCTION}
 
 
 def load_problems(name: str, *, split: str | None = None, data_dir: str | Path | None = None, limit: int | None = None,
@@ -138,11 +175,17 @@ def load_problems(name: str, *, split: str | None = None, data_dir: str | Path |
         source, files, name = Source("", {}), [Path(name)], Path(name).name
     else:
         raise UserError(f"unknown data set {name!r}: one of {', '.join(NAMES)}, or a file ({', '.join(SUFFIXES)})")
-    found = [_problem(row, source, name, number)
-             for number, row in enumerate(row for file in files for row in read_rows(file))]
     where = ", ".join(map(str, files))
+    rows = (row for file in files for row in read_rows(file))
+    if source.task_ids:
+        rows = (row for row in rows if row["task_id"] in source.task_ids[split])
+    found = (_problem(row, source, name, number) for number, row in enumerate(rows))
+    found = _distinct(found, where) if source.repeated else list(found)
     _refuse_duplicates(found, where)
-    return _with_gold(found, limit, where)
+    kept = _with_gold(found, limit, where)
+    if source.overlaps:
+        _report_overlap(kept, name, source.overlaps, data_dir)
+    return kept
 
 
 def _arith(split: str, seed: int) -> list[Problem]:
@@ -156,7 +199,9 @@ def _arith(split: str, seed: int) -> list[Problem]:
 def _local_files(name: str, split: str, data_dir: str | Path) -> list[Path]:
     folder = Path(data_dir) / name
     own = [path for suffix in SUFFIXES if (path := folder / f"{split}{suffix}").is_file()]
-    files = own[:1] or sorted(folder.glob(SOURCES[name].files[split]))                 # else a copy of the hub's files
+    release = folder / SOURCES[name].release
+    files = (own[:1] or sorted(folder.glob(SOURCES[name].files[split]))                # else a copy of the hub's files
+             or ([release] if release.is_file() else []))
     if not files:
         raise UserError(f"no {split} split of {name}: looked for {folder / split}.jsonl (.parquet, …); "
                         f"put it there, or leave out --data-dir to take it from the hub")
@@ -226,13 +271,15 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
+    """In batches: DAPO-Math-17k's 1.8 million rows would take gigabytes at once."""
     import pyarrow.parquet
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            rows = (values for batch in file.iter_batches() for values in batch.to_pylist())
+            for number, values in enumerate(rows, 1):
+                yield Row(values, f"{path}, row {number}")
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path} is not a parquet file: {error}") from error
-    for number, values in enumerate(table.to_pylist(), 1):
-        yield Row(values, f"{path}, row {number}")
 
 
 def _problem(row: Row, source: Source, name: str, number: int) -> Problem:
@@ -241,12 +288,45 @@ def _problem(row: Row, source: Source, name: str, number: int) -> Problem:
         raise UserError(f"{row.where}: the question must be a text that is not empty, not {type(question).__name__}")
     if isinstance(gold, float) and gold.is_integer():                     # some copies store integers as floats
         gold = int(gold)
-    own = next((row[field] for field in ("id", "unique_id", "Record ID") if field in row), number)
-    instruction = row.get("instruction", CHOICE_INSTRUCTION if source.kind == "choice" else INSTRUCTION)
+    own = next((row[field] for field in ("id", "unique_id", "Record ID", "task_id") if field in row), number)
+    instruction = row.get("instruction", INSTRUCTIONS[source.kind])
     if not isinstance(instruction, str):
         raise UserError(f"{row.where}: the field 'instruction' must be a text, not {type(instruction).__name__}")
     answer = "" if gold is None else str(gold).strip()
     return Problem(f"{name}/{own}", question.strip(), answer, source.kind, instruction)
+
+
+def _same_question(problem: Problem) -> str:
+    """What two copies of a question have in common: everything but white space."""
+    return " ".join(problem.question.split())
+
+
+def _distinct(problems: Iterator[Problem], where: str) -> list[Problem]:
+    """Each question once, where it stands first; those whose golds disagree are dropped. Both are counted on stderr."""
+    first, golds, rows = {}, {}, 0
+    for rows, problem in enumerate(problems, 1):
+        question = _same_question(problem)
+        first.setdefault(question, problem)
+        golds.setdefault(question, set()).add(problem.answer)
+    kept = [problem for question, problem in first.items() if len(golds[question]) == 1]
+    print(f"{where}: {len(first)} different questions in {rows} rows; dropped {len(first) - len(kept)} whose gold "
+          f"answers disagree", file=sys.stderr)
+    return kept
+
+
+def _report_overlap(problems: list[Problem], name: str, test_set: str, data_dir: str | Path | None) -> None:
+    """How many of the problems a test set holds too, on stderr; or why that cannot be known."""
+    try:
+        tested = {_same_question(problem) for problem in load_problems(test_set, split="test", data_dir=data_dir)}
+    except UserError as error:
+        print(f"{name}: how many of its problems {test_set} holds was not checked: {error}", file=sys.stderr)
+        return
+    both = [problem.id for problem in problems if _same_question(problem) in tested]
+    print(f"{name}: {len(both)} of {len(problems)} problems are also in {test_set}: {_some(both)}", file=sys.stderr)
+
+
+def _some(ids: list[str]) -> str:
+    return (", ".join(ids[:NAMED]) + (", …" if len(ids) > NAMED else "")) or "none"
 
 
 def _refuse_duplicates(problems: list[Problem], where: str) -> None:
@@ -264,10 +344,10 @@ def _with_gold(problems: list[Problem], limit: int | None, where: str) -> list[P
     for problem in problems:
         if len(kept) == limit:
             break
-        good = problem.kind == "choice" or gold_parses(problem.answer)
+        good = problem.kind != "math" or gold_parses(problem.answer)
         (kept if good else skipped).append(problem)
     if skipped:
-        named = ", ".join(problem.id for problem in skipped[:5]) + (", …" if len(skipped) > 5 else "")
+        named = _some([problem.id for problem in skipped])
         if not kept:
             raise UserError(f"{where}: none of the {len(skipped)} gold answers can be parsed ({named})")
         print(f"{where}: skipped {len(skipped)} row(s) whose gold answer cannot be parsed: {named}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Many processes, one Gram matrix: each walks its own rows of the vocabulary, and hidden states travel, never features.
+"""Many processes: the group, the sharded model (FSDP2), what they tell each other, and one Gram matrix of all.
 
 K adds up over slices of the vocabulary (salt/proxy.py). Rank r needs the hidden states of all responses (N·d numbers)
 but only its own V/R rows of the LM head, which under FSDP2 are the rows it holds anyway; the R partial matrices (m, m)
-are summed. With the certified filter, only the tokens that are kept travel.
+are summed: hidden states travel, never features, and with the certified filter only those of the tokens that are kept.
 
 Every rank calls these functions equally often and in the same order. Without a process group they act on the one
 process there is. What is wrong on one rank is raised on all of them; a rank that dies or stays away ends the others
@@ -22,17 +22,88 @@ Departures from the paper
        computed on one rank only: near λ_k ≈ λ_{k+1} two processes could choose different subspaces.
     2. No sketch: it belongs to the scoring pass, where whole rows of logits are at hand.
 """
+import datetime
+import os
+import sys
 from functools import partial
+from types import MethodType
 from typing import Any, Callable, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from salt import proxy
 
 Value = TypeVar("Value")
+
+
+TIMEOUT = datetime.timedelta(minutes=60)               # of one collective: ranks wait for the longest responses
+
+
+def start() -> torch.device:
+    """Join the group that torchrun or accelerate launch has described in the environment -> this process's device.
+
+    All ranks say the same, so only rank 0's standard output is kept. A single process on a GPU forms a group of one:
+    FSDP2's mixed precision needs it.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        if rank() > 0:
+            sys.stdout = open(os.devnull, "w")
+    elif cuda:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def stop() -> None:
+    """Leave the group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def place(model: nn.Module, device: torch.device, *, compute_dtype: torch.dtype | None = None,
+          checkpoint_layers: bool = False) -> nn.Module:
+    """The model where it is trained: as it is on one CPU process, sharded over all ranks by FSDP2 otherwise.
+
+    A shard of every decoder layer, and one of what is left (embedding, last norm, LM head). Parameters keep their
+    dtype; products run in `compute_dtype`, and gradients are averaged in float32 or better. `checkpoint_layers`: keep
+    only the layers' inputs for the backward pass.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if checkpoint_layers:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if world_size() == 1 and device.type == "cpu":
+        return model
+    mesh = init_device_mesh(device.type, (world_size(),))
+    dtype = next(model.parameters()).dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype or dtype,
+                                  reduce_dtype=torch.promote_types(torch.float32, dtype))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    model.call = MethodType(lambda self, function: function(self), model)
+    register_fsdp_forward_method(model, "call")
+    return model.to(device)
+
+
+def call(model: nn.Module, function: Callable[[nn.Module], Value]) -> Value:
+    """`function(model)`, during which the model may be used in parts: FSDP2 has gathered what lies outside the layers."""
+    return model.call(function) if isinstance(model, FSDPModule) else function(model)
+
+
+def share(count: int) -> range:
+    """Which of `count` things are this rank's: neighbours, as evenly as they go."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
 def world_size() -> int:
@@ -49,6 +120,31 @@ def gather_objects(value: Any) -> list:
     if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def add_up(totals: dict[str, float]) -> dict[str, float]:
+    """The sums over all ranks of numbers by name."""
+    gathered = gather_objects(totals)
+    return {name: sum(each[name] for each in gathered) for name in totals}
+
+
+def mean(values: Tensor) -> float:
+    """The mean over the values (n_r,) of all ranks."""
+    if world_size() == 1:
+        return values.mean().item()
+    parts = add_up({"sum": values.double().sum().item(), "count": len(values)})
+    return parts["sum"] / max(parts["count"], 1)
+
+
+def own_seed(seed: int) -> int:
+    """A seed for draws in which the ranks must not repeat each other; rank 0's is `seed`."""
+    return seed + 1_000_003 * rank()
+
+
+def is_lost_process(error: RuntimeError) -> bool:
+    """A collective failed because another process of the group has gone."""
+    said = str(error).lower()
+    return world_size() > 1 and any(word in said for word in ("connection", "timed out", "timeout", "peer", "socket"))
 
 
 def agree(check: Callable[[], tuple[dict, Value]]) -> Value:

@@ -8,7 +8,7 @@ Glossary
     c         correct               ()       54    of one row: 1 or 0; c is their sum over a problem's rows
 
 A row is one (problem, sample): id, sample, seed, prompt (a hash of its tokens), text, tokens (their number), finish
-("stop" or "length"), answer, gold, correct.
+("stop" or "length"), answer, gold (of a program's tests a hash), correct.
 
 Departures from the paper
     1. Standard errors are clustered by problem; the paper gives none for its main table.
@@ -21,10 +21,10 @@ from typing import Iterator
 
 from salt.data import Problem, stable_seed
 from salt.errors import UserError
-from salt.reward import extract_answer, extract_choice
+from salt.reward import extract_answer, extract_choice, extract_code
 from salt.stats import clustered_mean, pass_at_k
 
-EXTRACT = {"math": extract_answer, "choice": extract_choice}
+EXTRACT = {"math": extract_answer, "choice": extract_choice, "code": extract_code}
 
 
 def evaluate_problems(sampler, tokenizer, problems: list[Problem], pool, *, samples: int, temperature: float,
@@ -33,10 +33,12 @@ def evaluate_problems(sampler, tokenizer, problems: list[Problem], pool, *, samp
     """One row per (problem, sample), in their order.
 
     Problems go to the sampler in batches fixed by their order, each with a seed of its own, so a batch comes out the
-    same whether or not the ones before it were drawn in this process. recorded: {(id, sample): row} of an earlier
-    start; a batch it holds completely is not drawn again.
+    same whether or not the ones before it were drawn in this process. Several processes share each batch, and all get
+    all rows. recorded: {(id, sample): row} of an earlier start; a batch it holds completely is not drawn again.
     """
-    from salt.models import encode_prompt                        # torch takes seconds: mistakes are to be told before
+    from salt import distributed                                 # torch takes seconds: mistakes are to be told before
+    from salt.models import encode_prompt
+    from salt.rollout import Rollouts
     recorded = recorded or {}
     for number, start in enumerate(range(0, len(problems), problems_per_call)):
         called = problems[start:start + problems_per_call]
@@ -44,17 +46,25 @@ def evaluate_problems(sampler, tokenizer, problems: list[Problem], pool, *, samp
         if all((problem.id, sample) in recorded for problem, sample in batch):
             yield from (recorded[problem.id, sample] for problem, sample in batch)
             continue
-        prompts = [encode_prompt(tokenizer, problem.question, problem.instruction) for problem in called]
+        own = [called[index] for index in distributed.share(len(called))]
+        prompts = [encode_prompt(tokenizer, problem.question, problem.instruction) for problem in own]
         drawn = sampler.generate(prompts, samples, temperature=temperature, max_tokens=max_tokens,
-                                 seed=stable_seed("evaluation", seed, number))
-        verdicts = pool.submit(drawn.texts, [problem.answer for problem, _ in batch]).result()
+                                 seed=distributed.own_seed(stable_seed("evaluation", seed, number)))
+        golds = [problem.answer for problem in own for _ in range(samples)]
+        verdicts = sum(distributed.gather_objects(pool.submit(drawn.texts, golds).result()), [])
+        drawn = Rollouts.join(distributed.gather_objects(drawn))
         for index, (problem, sample) in enumerate(batch):
             yield recorded.get((problem.id, sample)) or {
                 "id": problem.id, "sample": sample, "seed": seed, "prompt": digest(drawn.prompts[index]),
                 "text": drawn.texts[index], "tokens": len(drawn.responses[index]),
                 "finish": "stop" if drawn.finished[index] else "length",
-                "answer": EXTRACT[problem.kind](drawn.texts[index]), "gold": problem.answer,
+                "answer": EXTRACT[problem.kind](drawn.texts[index]), "gold": gold_record(problem),
                 "correct": int(verdicts[index] > 0)}
+
+
+def gold_record(problem: Problem) -> str:
+    """What a row keeps of the gold: all of it, but of a program's tests, up to 200 kB, a hash."""
+    return digest(problem.answer) if problem.kind == "code" else problem.answer
 
 
 def problem_scores(rows: list[dict], k: int | None = None) -> dict[tuple, float]:

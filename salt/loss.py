@@ -21,7 +21,11 @@ Departures from the paper
        do.
     4. Clip-Cov and KL-Cov select tokens within the mini-batch, not within a micro-batch: otherwise a memory flag would
        change the objective. KL-Cov's |log-ratio| has gradient 0 at equality: inert on a strictly on-policy step.
+    5. The paper does not speak of samplers whose arithmetic differs from the trainer's; `sampling_correction` is the
+       truncated importance weight for it, off unless asked for.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -74,6 +78,17 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     stats = {"tokens": mask.sum().item(), "clipped": ((clipped > unclipped) & mask).sum().item() if clip else 0,
              "ratio_minus_one": (ratio.detach() - 1).abs()[mask].sum().item()}
     return aggregate(terms, mask, aggregation, denominator), stats
+
+
+def sampling_correction(old_logprobs: Tensor, sampler_logprobs: Tensor, *, cap: float) -> Tensor:
+    """min(π_old / π_sampler, cap) per token, a constant factor >= 0 on its advantage: (m, T), detached.
+
+    Corrects for an engine whose kernels round otherwise than the trainer's. 1 on padding, where both are 0. Raises
+    ValueError for a cap that is not positive.
+    """
+    if not cap > 0:
+        raise ValueError(f"cap {cap}: a positive number")
+    return (old_logprobs - sampler_logprobs).detach().clamp(max=math.log(cap)).exp()
 
 
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor, *, log_ratio_limit: float | None = 20.0,

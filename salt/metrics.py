@@ -2,6 +2,7 @@
 
     config.json     the configuration in full, argv, seed, versions, commit
     metrics.jsonl   one line per step; what depends on the clock is under "system"
+    samples/        step-000020.jsonl: some of a step's responses, with reward, advantage and coefficient
     curves.png      redrawn now and then
     checkpoints/    salt/checkpoint.py
     final/          the trained model as an ordinary Hugging Face folder
@@ -97,6 +98,18 @@ class RunDirectory:
         temporary = self._metrics.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         temporary.replace(self._metrics)
+        for path in (self.path / "samples").glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+
+    def write_samples(self, step: int, rows: list[dict]) -> Path:
+        """The table of a step (`sample_table`), whole or not at all."""
+        target = self.path / "samples" / f"step-{step:06d}.jsonl"
+        target.parent.mkdir(exist_ok=True)
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows))
+        temporary.replace(target)
+        return target
 
     def log(self, record: dict) -> None:
         """Append one line. NaN and infinity are not JSON: they become null."""
@@ -136,6 +149,68 @@ def _finite(value):
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sample_table(prompts: list[str], completions: list[str], rewards: Tensor, advantages: Tensor,
+                 coefficients: Tensor, group_size: int, groups: int = 2) -> list[dict]:
+    """Rows for the first groups that carry a signal, or the first at all: texts (m), the others (m,), Eq. 2, 18."""
+    silent = (advantages.view(-1, group_size) == 0).all(1)                                              # (B,)
+    chosen = silent.int().argsort(stable=True)[:groups]
+    columns = {"reward": rewards, "advantage": advantages, "coefficient": coefficients}
+    return [{"prompt": prompts[i], "completion": completions[i]} | {k: v[i].item() for k, v in columns.items()}
+            for group in chosen.tolist() for i in range(group * group_size, (group + 1) * group_size)]
+
+
+def throughput(seconds: dict[str, float], tokens: int, steps_left: int) -> dict[str, float]:
+    """From the seconds by phase of a step that sampled `tokens`: tokens per second, in all and while sampling, and the
+    seconds the run still takes if its other steps are like this one."""
+    return {"tokens_per_second": round(tokens / max(seconds["total"], 1e-9), 1),
+            "sample_tokens_per_second": round(tokens / max(seconds["sample"], 1e-9), 1),
+            "seconds_left": round(seconds["total"] * steps_left)}
+
+
+class Tracker:
+    """Hands the log to wandb, tensorboard, … by way of Accelerate. Make one on the first process only.
+
+    Accelerate's trackers are used without its Accelerator, which would choose a device and a way of sharding.
+    """
+
+    def __init__(self, name: str, run: Path, config: dict):
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise UserError(f"--tracker {name}: one of {', '.join(map(str, LOGGER_TYPE_TO_CLASS))}")
+        PartialState(cpu=not torch.cuda.is_available())          # its loggers ask for it; it joins the group there is
+        if not filter_trackers([name], run):
+            raise UserError(f"--tracker {name} needs its package: pip install {name.replace('_', '-')}")
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        named = {"name": run.name, "dir": str(run)} if name == "wandb" else {}
+        try:
+            self.tracker = kind(name, run) if kind.requires_logging_directory else kind("salt", **named)
+            self.tracker.main_process_only = False
+            self.tracker.start()
+            self.tracker.store_init_configuration({key: value if isinstance(value, (bool, int, float, str)) else
+                                                   str(value) for key, value in config.items()})
+        except Exception as error:                 # whatever a service's client raises: no login, no network, a bad key
+            raise UserError(f"--tracker {name} does not start: {' '.join(str(error).split())[:300]}") from error
+
+    def log(self, record: dict) -> None:
+        """One line of metrics.jsonl: its numbers under their names, those of "system" below seconds/ and the like."""
+        self.tracker.log(_numbers(record), step=record["step"])
+
+    def finish(self) -> None:
+        self.tracker.finish()
+
+
+def _numbers(record: dict, prefix: str = "") -> dict[str, float]:
+    """Nested numbers by path; what is not finite is left out."""
+    found = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            found |= _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and math.isfinite(value):
+            found[prefix + key] = value
+    return found
 
 
 def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coefficients: Tensor,

@@ -1,4 +1,4 @@
-r"""Verifiable rewards: verdicts on mathematical answers and on choice letters, and a pool of workers that gives them.
+r"""Verifiable rewards: verdicts on answers, choice letters and programs, and a pool of workers that gives them.
 
 A verdict is 1.0 or 0.0 (the r_i of Eq. 2; the -1 of DAPO's wrong answers is train.py's business).
 
@@ -10,7 +10,10 @@ A verdict is 1.0 or 0.0 (the r_i of Eq. 2; the -1 of DAPO's wrong answers is tra
 - `choice_reward` takes the last letter A-J that is announced as the answer, after `</think>` as above: alone in a box
   or in front of the option's text (`\boxed{C}`, `\boxed{\text{(C) 10 m/s}}`), or after "answer is" or "answer:"
   ("Answer: (C)", "the answer is option C."). A box that names several options in parentheses is none.
-- `RewardPool` runs either in worker processes, because math-verify can be sent into hours of work or gigabytes of
+- `code_reward` takes the last complete block between lines of three backticks, after `</think>` as above: the last that
+  defines something, if any does. The program runs in a process of its own (salt/sandbox.py); the data set's tests,
+  which are trusted, run here and ask it for values. Any failed request is 0, even if a test swallows its exception.
+- `RewardPool` runs them in worker processes, because math-verify can be sent into hours of work or gigabytes of
   memory by a short answer (`9^{9^{9^9}}`). A worker is this file run as a program: no torch, one thread, and limits set
   by the kernel: CPU seconds per answer (not wall time: verdicts must not depend on how busy the machine is) and address
   space. It ends at the end of its input, so none outlives a killed parent by more than one answer's limit.
@@ -18,7 +21,7 @@ A verdict is 1.0 or 0.0 (the r_i of Eq. 2; the -1 of DAPO's wrong answers is tra
 An answer that exhausts its CPU limit scores 0. An answer whose worker dies in another way is tried once more in a fresh
 worker, so that a worker killed from outside changes no verdict, then scores 0. The rest of the batch is unaffected.
 
-Called directly, `math_reward` has no limits: only for text you trust.
+Called directly, `math_reward` and the tests (not the program) of `code_reward` have no limits: for text you trust.
 
 Departures from the paper:
 1. The paper names math-verify and no more; extraction, limits and the fast path above are ours. The authors' released
@@ -41,17 +44,21 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Sequence
+from typing import Callable, Sequence
 
 from salt.errors import UserError
+from salt.sandbox import Sandbox, must_be_weak
 
 MAX_ANSWER = 1000   # characters; the longest gold of MATH-500 has 53
+MAX_PROGRAM = 100_000   # characters
 CHUNK = 8           # answers per message to a worker
 RETIRED = 77        # exit status of a worker that asks to be replaced
 START_LIMIT = 120   # seconds within which a worker must be ready
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)   # an escaped brace or backslash is one token and no brace
 END_OF_ANSWER = re.compile(r"(?<!\\)[.,\s]+\Z")           # but `\,` is a space of LaTeX
+FENCE = re.compile(r"^[ \t]*```.*$\n?", re.MULTILINE)
+DEFINITION = re.compile(r"^[ \t]*(?:async\s+)?(?:def|class)\s|^\w+\s*=\s*lambda\b", re.MULTILINE)
 INTEGER = re.compile(r"[+-]?(?:[0-9]+|[1-9][0-9]{0,2}(?:,[0-9]{3})+)")
 
 # Every repetition before a letter is bounded, or a megabyte of asterisks would take quadratic time.
@@ -148,21 +155,54 @@ def choice_reward(response: str, letter: str) -> float:
     return float(extract_choice(response) == letter.strip(" ().").upper())
 
 
-REWARDS = {"math": math_reward, "choice": choice_reward}
+def extract_code(response: str) -> str | None:
+    """The program of a response: the last complete fenced block that defines something, else the last one, or None."""
+    blocks = FENCE.split(_conclusion(response))[1:-1:2]
+    return next(filter(DEFINITION.search, reversed(blocks)), blocks[-1] if blocks else None)
+
+
+@functools.lru_cache(maxsize=256)
+def _judge_of(tests: str) -> Callable:
+    """The function `judge` that the tests define. Kept: HumanEval+ computes its expected values once."""
+    names = {"__name__": "tests"}
+    exec(compile(tests, "tests", "exec", optimize=0), names)      # optimize=0: asserts count, whatever PYTHONOPTIMIZE
+    return names["judge"]
+
+
+def code_reward(response: str, problem: str, *, seconds: float = 5.0, weak: bool = False) -> float:
+    """1.0 if the response's program passes every test of `problem` (a gold of salt/code_tasks.py), else 0.0.
+
+    seconds: of CPU time for the program. weak: without isolation, see salt/sandbox.py. The tests run in this process,
+    without limits. Raises UserError if the program cannot be isolated here and `weak` is not set."""
+    program = extract_code(response)
+    if program is None or len(program) > MAX_PROGRAM:
+        return 0.0
+    task = json.loads(problem)
+    with Sandbox(seconds=seconds, weak=weak) as sandbox:
+        try:
+            sandbox.run(task["before"] + "\n" + program, task["after"])
+            _judge_of(task["tests"])(sandbox.call)
+        except Exception:      # a test may raise anything when it meets a wrong value, and that is a verdict
+            return 0.0
+    return float(not sandbox.failed)
+
+
+REWARDS = {"math": math_reward, "choice": choice_reward, "code": code_reward}
 
 
 class _Worker:
     """One worker process and the parent's end of its pipes."""
 
-    def __init__(self, kind: str, timeout: float, memory: int):
+    def __init__(self, kind: str, timeout: float, memory: int, weak: bool):
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self.wall_limit = 4 * timeout + 5   # a second line: only a worker that stands still escapes the CPU limit
         self.overdue = False
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "salt.reward", kind, str(timeout), str(memory)],
+            [sys.executable, "-P", "-m", "salt.reward", kind, str(timeout), str(memory), str(int(weak))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"})   # sympy's order of terms follows hashes
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+                 "PYTHONHASHSEED": "0"})                                     # sympy's order of terms follows hashes
         self.received = b""
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -220,16 +260,18 @@ class _Worker:
 class RewardPool:
     """Verdicts by worker processes, in the order of the input, independent of the number of workers.
 
-    kind: a key of REWARDS; workers: processes; timeout: CPU seconds per answer; memory: bytes of address space each.
+    kind: a key of REWARDS; workers: processes; timeout: CPU seconds per answer, for a program and again for its tests;
+    memory: bytes of address space each; allow_weak_sandbox: judge programs even where they cannot be isolated.
     Counters since the start: `restarts`, workers replaced for whatever reason; `timeouts`, answers beyond the limit.
-    Raises ValueError on a bad argument, UserError if the workers cannot start. Use as a context manager or close()."""
+    Raises ValueError on a bad argument, UserError if workers cannot start or isolate programs. Use as a context manager or close()."""
 
-    def __init__(self, kind: str, workers: int = 2, timeout: float = 5.0, memory: int = 512 << 20):
+    def __init__(self, kind: str, workers: int = 2, timeout: float = 5.0, memory: int = 512 << 20, *,
+                 allow_weak_sandbox: bool = False):
         if kind not in REWARDS or workers < 1 or timeout <= 0:
             raise ValueError(f"RewardPool needs a kind ({', '.join(REWARDS)}), workers >= 1 and timeout > 0, "
                              f"got {kind!r}, {workers} and {timeout}")
         self.restarts = self.timeouts = 0
-        self._arguments = kind, timeout, memory
+        self._arguments = kind, timeout, memory, kind == "code" and must_be_weak(allow_weak_sandbox)
         self._counting = threading.Lock()
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()   # None: a place whose worker has ended
         started = [_Worker(*self._arguments) for _ in range(workers)]
@@ -297,7 +339,7 @@ class RewardPool:
         self.close()
 
 
-def _serve(kind: str, timeout: float, memory: int) -> None:
+def _serve(kind: str, timeout: float, memory: int, weak: bool) -> None:
     """A worker's life: read lists of pairs, one per line; write one verdict per line."""
     verdicts = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)                                     # whatever a library prints stays out of the verdicts
@@ -306,7 +348,7 @@ def _serve(kind: str, timeout: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "darwin":                      # macOS refuses it; the CPU limit alone holds there
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    judge = REWARDS[kind]
+    judge = functools.partial(REWARDS[kind], **({"seconds": timeout, "weak": weak} if kind == "code" else {}))
     try:
         judge("\\boxed{1/2}", "C")   # imports and tables before the first limit runs
     except ImportError as error:
@@ -326,4 +368,4 @@ def _serve(kind: str, timeout: float, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))

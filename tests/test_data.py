@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from salt.data import (CHOICE_INSTRUCTION, INSTRUCTION, NAMES, SOURCES, Problem, PromptStream, load_problems, read_rows,
-                       stable_seed)
+from salt.data import (CHOICE_INSTRUCTION, DAPO_WRAPPER, INSTRUCTION, NAMES, SOURCES, Problem, PromptStream,
+                       load_problems, read_rows, stable_seed)
 from salt.errors import UserError
 from salt.reward import RewardPool, gold_parses
 
@@ -45,6 +45,69 @@ def test_math_gold_is_the_last_box_of_the_solution(tmp_path):
     write_lines(tmp_path / "math" / "train.jsonl",
                 {"problem": "p", "solution": r"first \boxed{1}, so \boxed{\frac{1}{2}}."})
     assert load_problems("math", split="train", data_dir=tmp_path)[0].answer == r"\frac{1}{2}"
+
+
+def test_math_golds_that_cannot_be_parsed_are_all_named(tmp_path, capsys):
+    """MATH-train has 11 of them: two empty boxes among them, and solutions without a box are possible."""
+    solutions = [r"so \boxed{}", "no box", r"\boxed{\text{}}"] * 4
+    write_lines(tmp_path / "math" / "train.jsonl", *({"problem": f"p{i}", "solution": text, "level": "Level 5",
+                                                      "type": "Algebra"} for i, text in enumerate(solutions[:11])),
+                {"problem": "p", "solution": r"\boxed{12^{1/7}}"})
+    problem, = load_problems("math", split="train", data_dir=tmp_path)
+    assert (problem.id, problem.answer) == ("math/11", "12^{1/7}")
+    err = capsys.readouterr().err
+    assert "skipped 11 row(s)" in err and all(f"math/{i}" in err for i in range(11))
+
+
+def dapo_row(question, gold, wrap=True):
+    text = "\n\n".join([DAPO_WRAPPER[0], question, DAPO_WRAPPER[1]]) if wrap else question
+    return {"data_source": "math_dapo", "prompt": [{"content": text, "role": "user"}], "ability": "MATH",
+            "reward_model": {"ground_truth": gold, "style": "rule"}, "extra_info": {"index": "0b1a"}}
+
+
+def test_dapo_rows_are_unwrapped_taken_once_and_dropped_where_golds_disagree(tmp_path, capsys):
+    rows = [dapo_row("What is\n1 + 1?", "2"), dapo_row("What is 2 + 2?", "4"), dapo_row("What is 3 + 3?", "6"),
+            dapo_row("What is 3 + 3?", "9"), dapo_row("Bare?", "-7", wrap=False)]
+    write_lines(tmp_path / "dapo-math" / "train.jsonl", *rows * 3, dapo_row("What is  1 + 1?", "2"))
+    write_lines(tmp_path / "math500" / "test.jsonl", {"problem": "What is 2 + 2?", "answer": "4", "unique_id": "a"},
+                {"problem": "Another?", "answer": "4", "unique_id": "b"})
+    problems = load_problems("dapo-math", split="train", data_dir=tmp_path)
+    assert problems == [Problem("dapo-math/0", "What is\n1 + 1?", "2", "math", INSTRUCTION),
+                        Problem("dapo-math/1", "What is 2 + 2?", "4", "math", INSTRUCTION),
+                        Problem("dapo-math/4", "Bare?", "-7", "math", INSTRUCTION)]
+    counted, overlap = capsys.readouterr().err.splitlines()
+    assert counted.endswith("4 different questions in 16 rows; dropped 1 whose gold answers disagree")
+    assert overlap == "dapo-math: 1 of 3 problems are also in math500: dapo-math/1"
+
+
+def test_dapo_without_math500_at_hand_says_that_the_overlap_is_unknown(tmp_path, capsys):
+    write_lines(tmp_path / "dapo-math" / "train.jsonl", dapo_row("What is 1 + 1?", "2"))
+    assert len(load_problems("dapo-math", split="train", data_dir=tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert "math500 holds was not checked: no test split of math500: looked for" in err and err.count("\n") == 2
+
+
+@pytest.mark.parametrize("row", [{"prompt": "text", "reward_model": {"ground_truth": "1"}},
+                                 {"prompt": [], "reward_model": {"ground_truth": "1"}},
+                                 {"prompt": [{"role": "user"}], "reward_model": {"ground_truth": "1"}},
+                                 {"prompt": [{"content": None}], "reward_model": {"ground_truth": "1"}},
+                                 {"prompt": [{"content": "q"}], "reward_model": {}},
+                                 {"prompt": [{"content": "q"}], "reward_model": None}])
+def test_dapo_rows_of_another_shape_are_refused_by_line(tmp_path, row):
+    path = write_lines(tmp_path / "dapo-math" / "train.jsonl", dapo_row("q", "1"), row)
+    with pytest.raises(UserError, match=f"{path}, line 2: prompt must be a list with one message"):
+        load_problems("dapo-math", split="train", data_dir=tmp_path)
+
+
+def test_real_dapo_rows(shared_data, tmp_path, capsys):
+    """A copy with 17,917 bare rows: the counts are those of its README, the golds are integers."""
+    (tmp_path / "dapo-math").mkdir()
+    (tmp_path / "dapo-math" / "train.parquet").symlink_to(shared_data / "dapo" / "dapo_math_17k.parquet")
+    (tmp_path / "math500").symlink_to(shared_data / "math500")
+    problems = load_problems("dapo-math", split="train", data_dir=tmp_path)
+    counted, overlap = capsys.readouterr().err.splitlines()
+    assert "17290 different questions in 17917 rows" in counted
+    assert not any("Answer:" in problem.question for problem in problems)
 
 
 def gpqa_row(question="Which?", **extra):
@@ -219,7 +282,7 @@ def test_without_network_one_line_says_where_it_looked(tmp_path, name):
             f"run(lambda: len(load_problems({name!r})))")
     done = python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), HF_HUB_CACHE=str(tmp_path / "hub"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    expected = [SOURCES[name].hub, str(tmp_path), "--data-dir", f"{name}/test"]
+    expected = [SOURCES[name].hub, str(tmp_path), "--data-dir", f"{name}/{next(iter(SOURCES[name].files))}"]
     assert all(part in done.stderr for part in expected)
     assert ("gated" in done.stderr) == (name == "gpqa")
 

@@ -329,6 +329,42 @@ def test_real_template_real_rows_and_a_silent_terminal(r1_folder, shared_data, t
     assert tokenizer.decode(ids).endswith("within \\boxed{}.<｜Assistant｜><think>\n")
 
 
+def test_programs_are_judged_and_rescored_by_the_tests_of_the_data_folder(r1_folder, tmp_path, capsys):
+    row = {"task_id": "HumanEval/0", "entry_point": "one", "prompt": 'def one():\n    """ One. """\n',
+           "test": "def check(candidate):\n    assert candidate() == 1\n"}
+    data, out = tmp_path / "data" / "humaneval" / "test.jsonl", tmp_path / "out"
+    data.parent.mkdir(parents=True)
+    data.write_text(json.dumps(row) + "\n")
+    where = ["--data-dir", str(data.parents[1]), "--output", str(out)]
+    evaluation.main(["--model", str(r1_folder), "--tasks", "humaneval", "--n", "2", "--max-response", "8", *where])
+    path = out / "samples" / "humaneval-seed2025.jsonl"
+    first, second = lines_of(path)
+    assert first["correct"] == second["correct"] == 0 and first["answer"] is None and len(first["gold"]) == 16
+    written = "```python\n    return 1\n```"
+    path.write_text(json.dumps(first) + "\n" + json.dumps(second | {"text": written}) + "\n")
+    evaluation.main(["--rescore", *where])
+    assert "1 of 2 verdicts changed" in capsys.readouterr().err
+    assert [(entry["correct"], entry["answer"]) for entry in lines_of(path)] == [(0, None), (1, "    return 1\n")]
+    assert json.loads((out / "results.json").read_text())["tasks"]["humaneval"]["all"]["avg"] == 0.5
+    data.write_text(json.dumps(row | {"test": row["test"] + "    assert candidate() == 2\n"}) + "\n")
+    assert "the tests of humaneval/HumanEval/0 are not those" in error_of("--rescore", *where)
+
+
+def test_the_text_of_gpqa_reaches_no_file_and_no_terminal(r1_folder, tmp_path, capfd):
+    words = {"Question": "quokka", "Correct Answer": "wombat", "Incorrect Answer 1": "numbat",
+             "Incorrect Answer 2": "dibbler", "Incorrect Answer 3": "bilby", "Record ID": "rec0"}
+    folder, out = tmp_path / "data" / "gpqa", tmp_path / "out"
+    folder.mkdir(parents=True)
+    (folder / "gpqa_diamond.csv").write_text(f"{','.join(words)}\n{','.join(words.values())}\n")
+    evaluation.main(["--model", str(r1_folder), "--tasks", "gpqa", "--n", "2", "--max-response", "8",
+                     "--data-dir", str(folder.parent), "--output", str(out)])
+    entry, _ = lines_of(out / "samples" / "gpqa-seed2025.jsonl")
+    assert entry["id"] == "gpqa/rec0" and entry["gold"] in "ABCD"
+    assert (out / "samples" / ".gitignore").read_text() == "*\n"                 # a response may quote its question
+    seen = "".join(capfd.readouterr()) + "".join(path.read_text() for path in out.rglob("*") if path.is_file())
+    assert len(seen) > 1000 and not [word for word in list(words.values())[:5] if word in seen]
+
+
 @pytest.mark.slow
 def test_kill_at_twenty_random_moments_changes_nothing(tiny_folder, tmp_path):
     def start(output):
@@ -400,6 +436,27 @@ def test_a_model_folder_without_tokenizer(tiny_folder, tmp_path):
     assert "holds no tokenizer" in error_of("--model", tmp_path, "--tasks", "arith")
     (tmp_path / "config.json").unlink()
     assert "holds no config.json" in error_of("--model", tmp_path, "--tasks", "arith")
+
+
+def test_a_broken_samples_file_is_named_by_the_program(tiny_folder, tmp_path):
+    start = tiny_run(tiny_folder, tmp_path)
+    evaluation.main(list(map(str, start)))
+    path = tmp_path / "samples" / "arith-seed2025.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])                                                  # the last line is drawn again
+    evaluation.main(list(map(str, start)))
+    assert path.read_bytes() == whole
+    lines = whole.splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"{broken\n", *lines[4:]]))
+    assert "arith-seed2025.jsonl, line 4: broken in the middle" in error_of(*start)
+
+
+def test_gpqa_without_access_says_how_to_get_it(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), "--model", "org/name", "--tasks", "gpqa"], text=True,
+                          capture_output=True, cwd=tmp_path, env=os.environ | {
+                              "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa" in done.stderr
 
 
 def test_an_unfinished_run_says_how_to_go_on(tiny_folder, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from salt.loss import (AGGREGATIONS, aggregate, clip_cov_mask, entropy_from_logits, kl_cov_mask, kl_cov_penalty, kl_k3,
-                       policy_loss, token_covariance)
+                       policy_loss, sampling_correction, token_covariance)
 
 
 def batch(seed: int, m: int = 7, longest: int = 6, dtype: torch.dtype = torch.float64, spread: float = 0.5):
@@ -429,3 +429,25 @@ def test_nothing_counts_as_clipped_on_policy_or_without_a_clip():
     assert policy_loss(logprobs, logprobs, advantages, mask)[1] == {
         "tokens": int(mask.sum()), "clipped": 0, "ratio_minus_one": 0}
     assert policy_loss(logprobs, old, advantages, mask, clip=False)[1]["clipped"] == 0
+
+
+def test_sampling_correction_is_the_capped_ratio_and_a_constant():
+    old = torch.tensor([[math.log(0.5), math.log(0.2), -1.0, -700.0]], dtype=torch.float64, requires_grad=True)
+    sampler = torch.tensor([[math.log(0.25), math.log(0.4), -1.0, -1500.0]], dtype=torch.float64)
+    weights = sampling_correction(old, sampler, cap=3.0)
+    assert weights.tolist()[0] == pytest.approx([2.0, 0.5, 1.0, 3.0], rel=1e-12)           # 0.5/0.25, 0.2/0.4, 1, e^800
+    assert not weights.requires_grad
+    assert sampling_correction(old, sampler, cap=1.5)[0, 0] == pytest.approx(1.5)
+    for cap in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="a positive number"):
+            sampling_correction(old, sampler, cap=cap)
+
+
+def test_a_sampling_correction_on_the_advantages_scales_each_tokens_term():
+    """Weighted advantages go through min and clip as the weight times the term: Â may be (m, T)."""
+    logprobs, old, advantages, mask = batch(3)
+    weights = sampling_correction(old, old + 0.3 * torch.randn(old.shape, dtype=old.dtype), cap=1.2)
+    loss, _ = policy_loss(logprobs, old, advantages[:, None] * weights, mask)
+    ratio, a = (logprobs - old).numpy(), advantages.numpy()[:, None]
+    terms = -np.minimum(a * np.exp(ratio), a * np.exp(ratio).clip(0.8, 1.2)) * weights.numpy() * mask.numpy()
+    assert loss.item() == pytest.approx((terms.sum(1) / np.maximum(mask.numpy().sum(1), 1)).mean(), rel=1e-12)

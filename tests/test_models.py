@@ -1,4 +1,9 @@
 """The two passes over responses, prompts in a model's own format, and models that are refused."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (AutoTokenizer, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config,
@@ -10,6 +15,7 @@ from salt.errors import UserError
 from salt.rollout import Rollouts
 from toy.arithmetic import WarmStart, make_model, make_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 RAGGED = Rollouts(prompts=[[4, 5, 6], [7], [8, 9, 10, 11, 12], [5, 5]],
                   responses=[[13, 14, 1], [15, 16, 17, 18, 19, 20], [1], []],
                   finished=[True, False, True, False], texts=[""] * 4)
@@ -88,6 +94,88 @@ def test_the_chat_template_gives_one_bos_and_an_open_think(shared_data):
     assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
     assert text.endswith("\\boxed{}.<｜Assistant｜><think>\n")
     assert text.startswith("<｜begin▁of▁sentence｜><｜User｜>What is 1+1?\nPlease reason")
+
+
+TURN = "<|im_start|>{role}\\n{text}<|im_end|>\\n"
+SYSTEM = TURN.format(role="system", text=INSTRUCTION.replace("\\", "\\\\"))
+OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+USER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+
+
+def with_template(shared_data, template):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizer")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_template_that_asks_for_the_box_itself_is_not_asked_twice(shared_data):
+    """Qwen2.5-Math's template: a system turn with the instruction where the conversation has none."""
+    tokenizer = with_template(shared_data, "{{ '" + SYSTEM + "' }}" + USER + OPENING)
+    text = tokenizer.decode(models.encode_prompt(tokenizer, "What is 1+1?", INSTRUCTION))
+    assert text.count(INSTRUCTION) == 1
+    assert text.endswith("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
+    other = tokenizer.decode(models.encode_prompt(tokenizer, "What is 1+1?", "Answer in one word."))
+    assert "What is 1+1?\nAnswer in one word.<|im_end|>" in other
+
+
+def test_templates_are_told_to_think_and_on_which_day(shared_data):
+    """Qwen3's switch, and the date in Llama's system header."""
+    tokenizer = with_template(
+        shared_data, "{% if not date_string is defined %}{% set date_string = 'today' %}{% endif %}"
+        "{{ date_string }} " + USER + OPENING + "{% if enable_thinking is defined and not enable_thinking %}"
+        "{{ '<think>\\n\\n</think>' }}{% endif %}")
+    text = tokenizer.decode(models.encode_prompt(tokenizer, "q", "i"))
+    assert text == "26 Jul 2024 <|im_start|>user\nq\ni<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_no_system_prompt_is_made_up(shared_data):
+    tokenizer = with_template(shared_data,
+                              "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    assert tokenizer.decode(models.encode_prompt(tokenizer, "q", "i")) == "user: q\ni\nassistant:"
+
+
+def test_the_end_of_a_turn_ends_a_response(shared_data):
+    plain = AutoTokenizer.from_pretrained(shared_data / "tokenizer")
+    assert models.end_tokens(plain) == [plain.eos_token_id] == models.end_tokens(plain, plain.eos_token_id)
+    assert models.end_tokens(plain, [7, plain.eos_token_id]) == [7, plain.eos_token_id]
+    chat = with_template(shared_data, USER + OPENING)
+    chat.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    assert models.end_tokens(chat, None) == sorted([chat.eos_token_id, chat.convert_tokens_to_ids("<|im_end|>")])
+
+
+def test_presets_say_all_that_is_known_of_them():
+    assert {"tiny", "deepseek-1.5b", "deepseek-7b", "qwen3-8b", "llama-3.1-8b", "qwen2.5-math-1.5b",
+            "deepseek-math-7b"} == set(models.PRESETS)
+    assert [name for name, preset in models.PRESETS.items() if preset.context == 4096] == [
+        "qwen2.5-math-1.5b", "deepseek-math-7b"]
+    assert [name for name, preset in models.PRESETS.items() if preset.gated] == ["llama-3.1-8b"]
+    for name, preset in models.PRESETS.items():
+        assert preset.chat and (models.resolve(name) == preset.hub if preset.hub else name == "tiny")
+
+
+@pytest.mark.parametrize("prompt, response, context, left", [
+    (1024, 8192, 4096, 3072), (1024, 8192, 9216, 8192), (1024, 8192, 9215, 8191), (1, 1, 2, 1), (4095, 10, 4096, 1)])
+def test_a_response_is_shortened_to_what_the_context_leaves(prompt, response, context, left):
+    assert models.fit_context(prompt, response, context) == left
+
+
+@pytest.mark.parametrize("prompt", [4096, 5000])
+def test_a_prompt_that_fills_the_context_is_refused(prompt):
+    with pytest.raises(UserError, match=f"--max-prompt {prompt} leaves no room"):
+        models.fit_context(prompt, 8192, 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, gated", [("llama-3.1-8b", True), ("qwen3-8b", False), ("someone/model", False)])
+def test_without_network_one_line_says_where_it_looked_and_how_a_gated_model_is_got(tmp_path, name, gated):
+    code = ("from salt import models\nfrom salt.errors import run\n"
+            f"run(lambda: print(models.load(models.resolve({name!r}))))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)})
+    source = models.resolve(name)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"looked for {tmp_path}/models--{source.replace('/', '--')} (HF_HOME)" in done.stderr
+    assert (f"accept its terms at https://huggingface.co/{source}" in done.stderr) == gated
 
 
 def test_a_prompt_that_the_tokenizer_cannot_spell_is_refused():

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from salt import sandbox
+from salt.code_tasks import gold
 from salt.errors import UserError
-from salt.reward import (CHUNK, MAX_ANSWER, INTEGER, RewardPool, _trim, choice_reward, extract_answer, extract_choice,
-                         gold_parses, math_reward)
+from salt.reward import (CHUNK, MAX_ANSWER, MAX_PROGRAM, INTEGER, RewardPool, _trim, choice_reward, code_reward,
+                         extract_answer, extract_choice, extract_code, gold_parses, math_reward)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -653,3 +655,72 @@ def test_choice_pool_takes_hostile_text():
         verdicts = pool.score(hostile + ["Answer: (C)"], ["C"] * (len(hostile) + 1))
         assert pool.timeouts == 0
     assert verdicts == [0.0] * len(hostile) + [1.0]
+
+
+PROGRAMS = [   # (response, program)
+    ("```python\nx = 1\n```", "x = 1\n"),
+    ("```\nx = 1\n```", "x = 1\n"),
+    ("```py\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
+    ("Text\n\n```python\n    return x\n```\nmore", "    return x\n"),      # a body to put behind its prompt
+    ("```\ndef f(): pass\n```\n```\n>>> f()\n```", "def f(): pass\n"),     # the last that defines something
+    ("```\ndef f(): pass\n```\n```\nclass A: pass\n```", "class A: pass\n"),
+    ("```\nx = 1\n```\n```\nf = lambda: 2\n```\n```\nf()\n```", "f = lambda: 2\n"),
+    ("```\nx = 1\n```\n```\ny = 2\n```", "y = 2\n"),                         # none does: the last
+    ("```\ndef f(): pass\n```\n```python\ndef g(", "def f(): pass\n"),         # cut off
+    ("```python\ndef f(): pass", None),
+    ("  ```python\ndef f(): pass\n  ```", "def f(): pass\n"),
+    ("<think>```\ndef f(): pass\n```</think>no", None),
+    ("```\nx = 1\n```</think>\n```\ny = 2\n```", "y = 2\n"),
+    ("```\n```", ""),
+    ("def f(): pass", None),
+    ("`def f(): pass`", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize("response, program", PROGRAMS)
+def test_extract_code(response, program):
+    assert extract_code(response) == program
+
+
+ADD = gold("", "", "def judge(call):\n    assert call('add(1, 2)') == 3\n    assert call('add(-1, 1)') == 0\n")
+
+
+def program(body: str) -> str:
+    return f"```python\ndef add(a, b):\n    return {body}\n```"
+
+
+def test_code_pool_judges_in_order_and_survives_everything():
+    bodies = ["a + b", "3", "(yield)", "a - -b", "exit(0)", "[i for i in iter(int, 1)]", "b + a"]
+    with RewardPool("code", workers=2, timeout=1) as pool:
+        assert pool.score([*map(program, bodies), "no program", *HOSTILE.values()],
+                          [ADD] * (len(bodies) + 1 + len(HOSTILE))) == [1, 0, 0, 1, 0, 0, 1, 0] + [0] * len(HOSTILE)
+        assert (pool.restarts, pool.timeouts) == (0, 0)          # the program's limits are not the worker's
+
+
+def test_tests_that_never_end_are_stopped_and_score_zero():
+    endless = gold("", "", "def judge(call):\n    call('add(1, 2)')\n    while True: pass\n")
+    with RewardPool("code", workers=1, timeout=0.5) as pool:
+        assert pool.score([program("a + b")] * 2, [endless, ADD]) == [0.0, 1.0]
+        assert (pool.restarts, pool.timeouts) == (1, 1)
+
+
+def test_the_longest_program_is_capped():
+    padding = "#" * (MAX_PROGRAM - len(extract_code(program("a + b"))) - 1)
+    for more, verdict in (("", 1.0), ("#", 0.0)):
+        assert code_reward(program("a + b").replace("\n```", f"\n{padding}{more}\n```"), ADD) == verdict
+
+
+def test_code_pool_without_isolation_is_refused_or_said_once(monkeypatch, capfd):
+    def refuse(self, *_, **settings):
+        if not settings.get("weak"):
+            raise UserError("untrusted code cannot be isolated here (no)") from OSError("no")
+    monkeypatch.setattr(sandbox.Sandbox, "__init__", refuse)
+    with pytest.raises(UserError, match="cannot be isolated"):
+        RewardPool("code", workers=2)
+    assert capfd.readouterr().err == ""
+    with RewardPool("code", workers=2, allow_weak_sandbox=True) as pool:
+        assert pool.score([program("a + b"), program("a")], [ADD] * 2) == [1.0, 0.0]
+    assert capfd.readouterr().err.count("WARNING") == 1
+    with RewardPool("math", workers=1, allow_weak_sandbox=True):                  # runs no programs
+        assert capfd.readouterr().err == ""

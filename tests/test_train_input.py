@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from salt import models
+from salt import models, rollout
+from salt.config import TINY
 from salt.errors import UserError
 from salt.metrics import RunDirectory
 from training import ROOT, SMALL, Reward, lines, run
@@ -79,17 +80,17 @@ def test_a_number_is_finite_and_not_negative(name, value):
 
 def test_the_papers_table_is_the_default(monkeypatch):
     """Table 4: what a model other than tiny trains with, and what DAPO and the presets change."""
-    config, resume = train.parse(["--model", "deepseek-1.5b"])
+    config, resume, plan = train.parse(["--model", "deepseek-1.5b"])
     assert resume is None
     assert (config.group_size, config.batch_size, config.mini_batch, config.epochs) == (8, 64, 32, 2)
     assert (config.temperature, config.max_prompt, config.max_response) == (0.6, 1024, 8192)
     assert (config.lr, config.weight_decay, config.max_grad_norm) == (1e-6, 0.01, 1.0)
     assert (config.clip_low, config.clip_high, config.kl_coef, config.aggregation) == (0.2, 0.2, 0.001, "sequence-mean")
-    dapo, _ = train.parse(["--model", "deepseek-1.5b", "--algo", "dapo"])
+    dapo, *_ = train.parse(["--model", "deepseek-1.5b", "--algo", "dapo"])
     assert (dapo.clip_low, dapo.clip_high, dapo.kl_coef, dapo.aggregation) == (0.2, 0.28, 0.0, "token-mean")
-    assert train.parse([])[0].lr == train.TINY["lr"] and train.parse(["--lr", "3e-6"])[0].lr == 3e-6
+    assert train.parse([])[0].lr == TINY["lr"] and train.parse(["--lr", "3e-6"])[0].lr == 3e-6
     assert train.parse(["--salt"])[0].salt == "salt" and train.parse([])[0].salt is None
-    released, _ = train.parse("--salt-preset released-code --length-norm mean".split())
+    released, *_ = train.parse("--salt-preset released-code --length-norm mean".split())
     assert (released.salt_scope, released.length_norm, released.rank_max) == (8, "mean", 64)
 
 
@@ -198,13 +199,13 @@ def test_a_run_that_diverges_ends_with_one_line(tiny_folder, tmp_path, mini_batc
 
 def test_all_responses_empty(tiny_folder, tmp_path, monkeypatch):
     """No sampler writes them, but one of another kind could: the step is a step without tokens."""
-    sampler = train.TransformersSampler
+    sampler = rollout.TransformersSampler
 
     class Silent(sampler):
         def _until_eos(self, row):
             return []
 
-    monkeypatch.setattr(train, "TransformersSampler", Silent)
+    monkeypatch.setattr(rollout, "TransformersSampler", Silent)
     records = run(tiny_folder, tmp_path / "run", "--salt", pool=Reward(lambda text: False))
     assert [record["length"] for record in records] == [0, 0]
 

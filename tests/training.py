@@ -2,6 +2,7 @@
 
     python tests/training.py MOMENT [train.py's flags]      `MOMENT` as in `arm`: SIGKILL falls then
 """
+import contextlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import train
 from salt import checkpoint
+from salt.data import PromptStream
 from salt.metrics import RunDirectory
 
 SMALL = ("--batch-size 4 --mini-batch 2 --group-size 4 --max-prompt 16 --max-response 12 --limit 16 --epochs 50 "
@@ -36,14 +38,35 @@ class Reward:
         return future
 
 
+@contextlib.contextmanager
+def prompts_noted(output: Path):
+    """Every batch of problems that the stream hands out becomes a line of taken.jsonl in the run directory."""
+    take = PromptStream.take
+
+    def noted(stream, count: int):
+        taken = take(stream, count)
+        if os.environ.get("RANK", "0") == "0":
+            with (output / "taken.jsonl").open("a") as file:
+                file.write(json.dumps([problem.id for problem in taken]) + "\n")
+        return taken
+
+    PromptStream.take = noted
+    try:
+        yield
+    finally:
+        PromptStream.take = take
+
+
 def run(model, output: Path, *flags: str, pool=None) -> list[dict]:
     """Train in this process -> the lines of metrics.jsonl. A later flag wins over one of SMALL."""
-    train.main(["--model", str(model), *SMALL, "--output", str(output), *flags], pool=pool or Reward())
+    with prompts_noted(output):
+        train.main(["--model", str(model), *SMALL, "--output", str(output), *flags], pool=pool or Reward())
     return lines(output)
 
 
 def resume(output: Path, *flags: str, pool=None) -> list[dict]:
-    train.main(["--resume", str(output), *flags], pool=pool or Reward())
+    with prompts_noted(output):
+        train.main(["--resume", str(output), *flags], pool=pool or Reward())
     return lines(output)
 
 
@@ -71,9 +94,15 @@ def die(*_) -> None:
 
 
 def arm(moment: str) -> None:
-    """created:1, logged:N (line N is written), saving:N (checkpoint N is half on the disk), saved:N, seconds:S."""
-    name, number = moment.split(":")
-    if name == "created":
+    """created:1, logged:N (line N is written), saving:N (checkpoint N is half on the disk), saved:N, seconds:S,
+    "rank 1 in step:N" (before its update), never."""
+    name, _, number = moment.partition(":")
+    if name == "never":
+        return
+    if name == "rank 1 in step":
+        if os.environ["RANK"] == "1":
+            after(train, "group_advantages", int(number), die)
+    elif name == "created":
         after(RunDirectory, "create", 1, die)
     elif name == "logged":
         after(RunDirectory, "log", int(number), die)
@@ -90,4 +119,6 @@ def arm(moment: str) -> None:
 
 if __name__ == "__main__":
     arm(sys.argv[1])
-    train.main(sys.argv[2:], pool=Reward())
+    flags = sys.argv[2:]
+    with prompts_noted(Path(flags[flags.index("--resume" if "--resume" in flags else "--output") + 1])):
+        train.main(flags, pool=Reward())

@@ -1,6 +1,6 @@
 """Throughput of verdicts by number of workers: python tests/bench/reward.py [--count 4000] [--workers 1 2 4]
 
-Each row is a kind of answer. Golds repeat as they do in training (8 responses to a problem), except where it says
+Each row is a kind of answer; of programs, a twentieth of the count. Golds repeat as they do in training (8 responses to a problem), except where it says
 "all distinct". The first batch of each pool is not counted (imports and tables are ready before it).
 """
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from salt import code_tasks         # noqa: E402
 from salt.reward import RewardPool  # noqa: E402
 
 
@@ -41,19 +42,28 @@ def batch(kind: str, count: int) -> tuple[list[str], list[str]]:
     return list(responses), list(golds)
 
 
+def programs(count: int) -> tuple[list[str], list[str]]:
+    """count (response, gold) pairs: right and wrong sums in turn, judged as a row of MBPP."""
+    row = {"text": "Add.", "code": "def add(a, b): return a + b", "test_setup_code": "",
+           "test_list": [f"assert add({i}, 2) == {i + 2}" for i in range(3)]}
+    responses = [f"So:\n```python\ndef add(a, b):\n    return a + {part}\n```\n" for part in ("b", "2 * b")]
+    return (responses * count)[:count], [code_tasks.mbpp(row)[1]] * count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=4000, help="answers per measurement")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="numbers of workers")
     arguments = parser.parse_args()
-    print(f"math verdicts per second, {arguments.count} answers, {os.cpu_count()} cores")
+    print(f"verdicts per second, {arguments.count} answers, {os.cpu_count()} cores")
     print(f"{'answers':30}" + "".join(f"{workers:>8} workers" for workers in arguments.workers))
-    kinds = ["integers", "short LaTeX", "short LaTeX, all distinct"]
+    kinds = ["integers", "short LaTeX", "short LaTeX, all distinct", "programs, three tests each"]
     rates = {}
     for workers in arguments.workers:
         for kind in kinds:
-            responses, golds = batch(kind, arguments.count)
-            with RewardPool("math", workers=workers) as pool:
+            code = kind.startswith("programs")
+            responses, golds = programs(arguments.count // 20) if code else batch(kind, arguments.count)
+            with RewardPool("code" if code else "math", workers=workers) as pool:
                 pool.score(responses[:64], golds[:64])
                 begin = time.perf_counter()
                 pool.score(responses[64:], golds[64:])
