@@ -17,6 +17,7 @@ Departures from the paper
 """
 import ast
 import json
+import warnings
 from typing import Any
 
 from salt.errors import UserError
@@ -48,6 +49,12 @@ SAME = "same(found, expected(index), {atol!r})"
 ROOT_OF_POLYNOMIAL = "abs(poly(*values, found)) <= {atol!r}"     # HumanEval/32: any root will do
 
 
+JUDGE = """
+def judge(call):
+    candidate = lambda *values: call(f"{name}(*{{values!r}})")
+"""
+
+
 def gold(before: str, after: str, tests: str) -> str:
     return json.dumps({"before": before, "after": after, "tests": tests})
 
@@ -55,14 +62,14 @@ def gold(before: str, after: str, tests: str) -> str:
 def humaneval(row: dict) -> tuple[str, Any]:
     """(question, gold) of a row of HumanEval or of either form of HumanEval+."""
     prompt, name = row["prompt"], row["entry_point"]
-    tests = prompt
+    judge = JUDGE.format(name=name)
     if "plus_input" in row:
         check = (ROOT_OF_POLYNOMIAL if name == "find_zero" else SAME).format(atol=row["atol"])
-        tests += row["canonical_solution"] + PLUS_TESTS.format(inputs=row["base_input"] + row["plus_input"], name=name,
-                                                               check=check)
+        inputs = row["base_input"] + row["plus_input"]
+        tests = prompt + row["canonical_solution"] + PLUS_TESTS.format(inputs=inputs, name=name, check=check) + judge
     else:
-        tests += "\n" + row["test"]
-    tests += f"\n\ndef judge(call):\n    check(lambda *values: call(f'{name}(*{{values!r}})'))\n"
+        tests = f"{prompt}\n{row['test']}\n{judge}    globals()[{name!r}] = candidate\n"      # HumanEval/33 calls it so
+    tests += "    check(candidate)\n"
     return f"Complete this function:\n\n```python\n{prompt.strip()}\n```", gold(prompt, "", tests)
 
 
@@ -83,13 +90,14 @@ def mbpp(row: dict) -> tuple[str, Any]:
     """(question, gold) of a row of MBPP. The functions under test are those that the reference solution defines."""
     tests = row["test_list"]
     try:
-        names = {node.name for node in ast.parse(row["code"]).body if isinstance(node, ast.FunctionDef)}
-        asserts = ast.parse("\n".join(tests)).body
+        with warnings.catch_warnings(action="ignore"):                  # of escapes in the strings of the solutions
+            solution, asserts = ast.parse(row["code"]).body, ast.parse("\n".join(tests)).body
     except (SyntaxError, TypeError, ValueError) as error:
         raise UserError(f"{row.where}: code and test_list must be Python ({error})") from error
-    calls = _Calls(names)
+    calls = _Calls({node.name for node in solution if isinstance(node, ast.FunctionDef)})
     judge = ast.parse("def judge(call): pass")
-    judge.body[0].body = [calls.visit(node) for node in asserts]
+    imports = [node for node in solution if isinstance(node, ast.Import | ast.ImportFrom)]      # 596 needs its sys
+    judge.body[0].body = imports + [calls.visit(node) for node in asserts]
     if not asserts or calls.found < len(asserts):
         raise UserError(f"{row.where}: every test of test_list must call a function that the code defines")
     question = f"{row['text'].strip()}\n\nThe program must pass this test, and others:\n\n```python\n{tests[0]}\n```"

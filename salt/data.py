@@ -34,6 +34,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import sys
 import zlib
 from dataclasses import dataclass
@@ -296,16 +297,11 @@ def _problem(row: Row, source: Source, name: str, number: int) -> Problem:
     return Problem(f"{name}/{own}", question.strip(), answer, source.kind, instruction)
 
 
-def _same_question(problem: Problem) -> str:
-    """What two copies of a question have in common: everything but white space."""
-    return " ".join(problem.question.split())
-
-
 def _distinct(problems: Iterator[Problem], where: str) -> list[Problem]:
     """Each question once, where it stands first; those whose golds disagree are dropped. Both are counted on stderr."""
     first, golds, rows = {}, {}, 0
     for rows, problem in enumerate(problems, 1):
-        question = _same_question(problem)
+        question = " ".join(problem.question.split())                       # copies differ in white space
         first.setdefault(question, problem)
         golds.setdefault(question, set()).add(problem.answer)
     kept = [problem for question, problem in first.items() if len(golds[question]) == 1]
@@ -315,14 +311,16 @@ def _distinct(problems: Iterator[Problem], where: str) -> list[Problem]:
 
 
 def _report_overlap(problems: list[Problem], name: str, test_set: str, data_dir: str | Path | None) -> None:
-    """How many of the problems a test set holds too, on stderr; or why that cannot be known."""
+    """How many of the problems a test set holds too, up to punctuation and markup; or why that cannot be known."""
+    bare = lambda problem: re.sub(r"[\W_]", "", problem.question).lower()
     try:
-        tested = {_same_question(problem) for problem in load_problems(test_set, split="test", data_dir=data_dir)}
+        tested = {bare(problem) for problem in load_problems(test_set, split="test", data_dir=data_dir)}
     except UserError as error:
         print(f"{name}: how many of its problems {test_set} holds was not checked: {error}", file=sys.stderr)
         return
-    both = [problem.id for problem in problems if _same_question(problem) in tested]
-    print(f"{name}: {len(both)} of {len(problems)} problems are also in {test_set}: {_some(both)}", file=sys.stderr)
+    both = {problem.id: bare(problem) for problem in problems if bare(problem) in tested}
+    print(f"{name}: {len(set(both.values()))} problems of {test_set} are among its {len(problems)}: {_some([*both])}",
+          file=sys.stderr)
 
 
 def _some(ids: list[str]) -> str:

@@ -12,6 +12,8 @@ Glossary
 
 Departures from the paper: none of its own (salt/proxy.py lists those of K).
 """
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +23,17 @@ from salt.errors import UserError
 from salt.proxy import token_statistics
 
 CHUNK_ELEMENTS = 2 ** 26              # logits held at a time: 256 MiB in float32
+
+
+def require(package: str, tested: str) -> None:
+    """UserError unless the package is there in the series of the version that was tested: 1.16.x for "1.16.0"."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "none"
+    series = tested.rpartition(".")[0]
+    if not found.startswith(f"{series}."):                 # the hooks override methods that another version may change
+        raise UserError(f"made for {package} {series}.x, found {found}: pip install '{package}=={tested}'")
 
 
 def causal_model(model: nn.Module) -> nn.Module:

@@ -24,7 +24,8 @@ ADAPTER = "default"                   # peft's name for the only one
 
 
 def add_adapters(model: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freeze the model and inject trainable adapters of `rank`; A is drawn from `seed`, the same on every process."""
+    """Freeze the model and inject trainable adapters of `rank`, in float32 or better; `seed` draws A, alike everywhere.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -34,6 +35,9 @@ def add_adapters(model: nn.Module, rank: int, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, adapter_name=ADAPTER)          # "all-linear" leaves the LM head out
+    for layer in _adapted(model).values():                                      # master weights, as without LoRA
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.to(torch.promote_types(torch.float32, factor.weight.dtype))
 
 
 def _adapted(model: nn.Module) -> dict[str, nn.Module]:

@@ -169,6 +169,16 @@ def throughput(seconds: dict[str, float], tokens: int, steps_left: int) -> dict[
             "seconds_left": round(seconds["total"] * steps_left)}
 
 
+def check_tracker(name: str) -> None:
+    """UserError for a tracker that Accelerate does not know, or whose package is missing. Loads neither."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise UserError(f"--tracker {name}: one of {', '.join(map(str, LOGGER_TYPE_TO_CLASS))}")
+    if name in LoggerType.list() and name not in map(str, get_available_trackers()):
+        raise UserError(f"--tracker {name} needs its package: pip install {name.replace('_', '-')}")
+
+
 class Tracker:
     """Hands the log to wandb, tensorboard, … by way of Accelerate. Make one on the first process only.
 
@@ -177,12 +187,9 @@ class Tracker:
 
     def __init__(self, name: str, run: Path, config: dict):
         from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
-        if name not in LOGGER_TYPE_TO_CLASS:
-            raise UserError(f"--tracker {name}: one of {', '.join(map(str, LOGGER_TYPE_TO_CLASS))}")
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        check_tracker(name)
         PartialState(cpu=not torch.cuda.is_available())          # its loggers ask for it; it joins the group there is
-        if not filter_trackers([name], run):
-            raise UserError(f"--tracker {name} needs its package: pip install {name.replace('_', '-')}")
         kind = LOGGER_TYPE_TO_CLASS[name]
         named = {"name": run.name, "dir": str(run)} if name == "wandb" else {}
         try:

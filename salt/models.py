@@ -40,7 +40,6 @@ CHUNK_ELEMENTS = 2 ** 26                                   # logits held at a ti
 # What the chat templates are told; each reads what it knows. Qwen3 thinks before it answers. Llama's system header
 # carries a date: always the template's own, or prompts would differ from day to day.
 TEMPLATE_ARGUMENTS = {"enable_thinking": True, "date_string": "26 Jul 2024"}
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>")                 # base models with a chat template do not list it as an EOS
 OPEN_THINK = "chat template that opens <think>; no system prompt, the instruction ends the user's turn"
 
 
@@ -181,17 +180,9 @@ def load(source: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32
         raise UserError(f"{source} has no weights for {sorted(found['missing_keys'])[0]}: take a causal language model")
     if len(tokenizer) < 3 or tokenizer.eos_token_id is None:        # a folder without one gives an empty tokenizer
         raise UserError(f"{source} has no tokenizer with an end-of-sequence token: save one beside the model")
-    model.generation_config.eos_token_id = end_tokens(tokenizer, model.generation_config.eos_token_id)
     model.to(device).eval()
     check_head(model, source)
     return model, tokenizer
-
-
-def end_tokens(tokenizer, declared: int | list[int] | None = None) -> list[int]:
-    """Every token that ends a response: the declared ones, the tokenizer's EOS, and the chat template's end of turn."""
-    declared = declared if isinstance(declared, list) else [declared]
-    turns = [tokenizer.convert_tokens_to_ids(mark) for mark in END_OF_TURN if mark in (tokenizer.chat_template or "")]
-    return sorted({int(token) for token in [*declared, tokenizer.eos_token_id, *turns] if token is not None})
 
 
 def lm_head(model) -> Head:
@@ -217,13 +208,13 @@ def check_head(model, name: str = "the model") -> None:
 def encode_prompt(tokenizer, question: str, instruction: str = "") -> list[int]:
     """Token ids of a prompt: in the tokenizer's chat template where it has one, as plain text otherwise.
 
-    The instruction goes to the end of the user's turn, unless the template itself already gives it; a system prompt is
-    never added. A rendered template already holds its BOS, so no special token is added a second time.
+    The instruction goes to the end of the user's turn; one that asks for the box is left out where the template already
+    says the same. A system prompt is never added. A rendered template holds its BOS: it is not added a second time.
     """
     text = f"{question}\n{instruction}" if instruction else question
     if tokenizer.chat_template:
         rendered = _render(tokenizer, question)
-        if instruction not in rendered:
+        if "\\boxed" not in instruction or instruction not in rendered:
             rendered = _render(tokenizer, text)
         return tokenizer.encode(rendered, add_special_tokens=False, verbose=False)
     ids = tokenizer.encode(text, verbose=False)

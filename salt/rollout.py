@@ -27,6 +27,7 @@ from torch import Tensor
 from salt.distributed import gather_objects, world_size
 from salt.errors import UserError
 
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 BACKENDS = ("auto", "transformers", "vllm")
 VLLM_VERSION = "0.32.0"                  # requirements-gpu.txt; other versions load weights by other calls
 DIVERGED = ("the model's next-token probabilities are not finite: training has diverged, try a lower --lr; its "
@@ -80,9 +81,11 @@ class Rollouts:
 
 
 def end_tokens(declared, tokenizer) -> list[int]:
-    """Every token that ends a response: those of a `GenerationConfig` (several are possible) and the tokenizer's."""
+    """Every token that ends a response: those of a `GenerationConfig` (several are possible), the tokenizer's, and the
+    end of a turn in its chat template, which base models such as Qwen2.5-Math do not declare."""
     listed = declared.eos_token_id if isinstance(declared.eos_token_id, list) else [declared.eos_token_id]
-    return sorted({int(token) for token in [*listed, tokenizer.eos_token_id] if token is not None})
+    turns = [tokenizer.convert_tokens_to_ids(mark) for mark in END_OF_TURN if mark in (tokenizer.chat_template or "")]
+    return sorted({int(token) for token in [*listed, tokenizer.eos_token_id, *turns] if token is not None})
 
 
 class TransformersSampler:

@@ -102,6 +102,8 @@ def shut_in() -> None:
 
 def plain(value):
     """The value in JSON, tagged with its type where JSON has none for it; subclasses become what they are based on."""
+    if isinstance(value, int) and value.bit_length() > 10_000:       # Python refuses to read such numbers in decimal
+        return {"int": hex(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, complex):

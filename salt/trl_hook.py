@@ -26,7 +26,6 @@ Not run on the machine this was written on: CUDA, vLLM, FSDP2. Plain and DDP tra
 """
 import zlib
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Callable, Iterator
 
 import torch
@@ -35,13 +34,10 @@ from torch import Tensor
 from salt.advantages import Reweighted, salt_advantages
 from salt.distributed import compute_once, gather_objects, gather_packed
 from salt.errors import UserError
-from salt.hooks import causal_model, check_head, gram_of_all, whole_head
+from salt.hooks import causal_model, check_head, gram_of_all, require, whole_head
 
-TESTED = "1.16."                      # methods with a leading underscore are overridden: other versions may differ
-
-if not version("trl").startswith(TESTED):
-    raise UserError(f"salt.trl_hook is made for TRL {TESTED}x, not {version('trl')}: pip install 'trl=={TESTED}0'")
-from trl import GRPOTrainer  # noqa: E402
+require("trl", "1.16.0")
+from trl import GRPOTrainer                                                            # noqa: E402
 
 
 class SaltGRPOTrainer(GRPOTrainer):

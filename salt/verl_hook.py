@@ -19,12 +19,11 @@ Departures from the paper
        several PPO mini-batches.
     2. verl's padding responses, which fill a batch up, have no token that counts: feature 0, a' = 0.
 
-What has run, and what has not. Run, on a CPU, in tests/test_verl_hook.py: this engine under verl's real FSDP2 engine
-(in its own scoring pass, with and without dynamic micro-batches), verl's own advantages, and `salt_coefficients` on what
-it returns. Not run: Ray, TransferQueue, rollouts, CUDA, and so `SaltTrainer` as a whole.
+What has run, and what has not. Run on a CPU, in tests/test_verl_hook.py: this engine under verl's real FSDP2 engine
+(its scoring pass on two ranks, packed and padded, with and without dynamic micro-batches), verl's own advantages, and
+`salt_coefficients` on what it returns. Not run: Ray, TransferQueue, rollouts, CUDA, and so `SaltTrainer` as a whole.
 """
 import os
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -32,16 +31,14 @@ from torch import Tensor
 from salt.advantages import Reweighted, salt_advantages
 from salt.distributed import gather_objects
 from salt.errors import UserError
-from salt.hooks import causal_model, check_form, gram_of_all, whole_head
+from salt.hooks import causal_model, check_form, gram_of_all, require, whole_head
 
-TESTED = "0.9."
 DEVIATION = 0.1                       # nats: more than bfloat16 and another attention kernel can do to a mean
 
-if not version("verl").startswith(TESTED):
-    raise UserError(f"salt.verl_hook is made for verl {TESTED}x, not {version('verl')}: pip install 'verl=={TESTED}1'")
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.engine import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
+require("verl", "0.9.1")
+from verl.utils import tensordict_utils as tu                                          # noqa: E402
+from verl.workers.engine import EngineRegistry                                         # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead             # noqa: E402
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cuda", vendor="salt")
@@ -57,7 +54,7 @@ class SaltEngine(FSDPEngineWithLMHead):
             raise UserError("ulysses_sequence_parallel_size is above 1: salt.verl_hook needs whole sequences")
         self._parts, data["salt_row"] = [], torch.arange(len(data))
         output = super().forward_backward_batch(data, loss_function, forward_only)
-        rows, hidden, tokens = zip(*sorted((part for parts in self._parts for part in parts), key=lambda part: part[0]))
+        _, hidden, tokens = zip(*sorted((part for parts in self._parts for part in parts), key=lambda part: part[0]))
         self._parts = None
         output["model_output"]["salt_gram"] = self._own_rows(data, hidden, tokens, output["model_output"]["log_probs"])
         return output

@@ -30,7 +30,7 @@ from salt.rollout import DIVERGED, Rollouts, end_tokens
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",         # the engine in this process: weights are handed over, not sent
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",                 # GiB, on a CPU
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",         # on a CPU: binding would tie the trainer to the engine's cores
 }
@@ -126,7 +126,8 @@ class VLLMSampler:
         # Kept keys and values would be those of older weights, and would tie the draw to earlier calls by rounding.
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
-        outputs = self.engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.gpu else []):
+            outputs = self.engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
         responses = [list(output.outputs[0].token_ids) for output in outputs]
         logprobs = [list(output.outputs[0].logprobs.logprobs) for output in outputs]
         if not all(math.isfinite(value) for row in logprobs for value in row):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # vLLM's tests run in the environment that .ci/vllm-env makes, and there in full; elsewhere they do not exist.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm.py"]
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm.py", "test_vllm_training.py"]
 
 
 @pytest.fixture(scope="session")

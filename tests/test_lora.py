@@ -2,7 +2,10 @@
 
 All but one of these tests need peft (requirements-optional.txt) and are marked slow, so that CI runs them.
 """
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from salt.errors import UserError
 from salt.lora import add_adapters, merged_weights, without_adapters
 from salt.proxy import lm_head_gram
 from salt.rollout import Rollouts, TransformersSampler
+from training import resume, run
 
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -183,6 +187,32 @@ def test_adapters_are_drawn_from_the_seed_and_leave_the_global_generator_alone()
         assert torch.equal(torch.random.get_rng_state(), expected)
         drawn.append(torch.cat([p.flatten() for name, p in model.named_parameters() if ".lora_A." in name]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.slow
+def test_two_processes_hand_out_the_weights_of_one():
+    """FSDP2 shards base and adapters; merged weights, scores and reference are those of the model in one piece."""
+    worker = Path(__file__).with_name("lora_worker.py")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+                           "29533", worker], capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["float64 tied=True: equal", "float64 tied=False: equal",
+                                        "bfloat16 tied=False: equal"]
+
+
+@pytest.mark.slow
+def test_a_run_trains_resumes_and_ends_in_an_ordinary_folder(tiny_folder, tmp_path):
+    flags = ["--salt", "--lora-rank", "4", "--kl-coef", "0.01", "--save-every", "1"]
+    whole = run(tiny_folder, tmp_path / "whole", *flags, "--steps", "3")
+    run(tiny_folder, tmp_path / "parts", *flags, "--steps", "2")
+    assert resume(tmp_path / "parts", "--steps", "3") == whole
+    assert whole[1]["kl"] > 0                                                   # to the base, which has not moved
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in
+                     (tiny_folder, tmp_path / "whole" / "final"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert {name.split(".")[-2] for name in moved} == PROJECTIONS
 
 
 @pytest.mark.slow

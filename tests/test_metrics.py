@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from salt.errors import UserError
-from salt.metrics import RunDirectory, Tracker, sample_table, throughput
+from salt.metrics import RunDirectory, Tracker, check_tracker, sample_table, throughput
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {"model": "tiny", "lr": 1e-4, "salt": None, "rank_below_full": False}
@@ -54,11 +54,13 @@ def test_throughput_by_hand():
 # ------------------------------------------------------------------------------------------------------------- trackers
 
 
-def test_unknown_trackers_and_missing_packages_are_one_line(run):
-    with pytest.raises(UserError, match="--tracker wandbb: one of .*tensorboard.*wandb"):
-        Tracker("wandbb", run.path, CONFIG)
-    with pytest.raises(UserError, match="--tracker comet_ml needs its package: pip install comet-ml"):
-        Tracker("comet_ml", run.path, CONFIG)
+@pytest.mark.parametrize("name, said", [
+    ("wandbb", "--tracker wandbb: one of .*tensorboard.*wandb"),
+    ("comet_ml", "--tracker comet_ml needs its package: pip install comet-ml")])
+def test_unknown_trackers_and_missing_packages_are_one_line(run, name, said):
+    for refused in (lambda: check_tracker(name), lambda: Tracker(name, run.path, CONFIG)):
+        with pytest.raises(UserError, match=said):
+            refused()
 
 
 CUSTOM = """

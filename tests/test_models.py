@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (AutoTokenizer, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config,
-                          Qwen2ForCausalLM, Qwen2Model)
+from transformers import (AutoTokenizer, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM,
+                          GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Model)
 
 from salt import models
 from salt.data import INSTRUCTION
 from salt.errors import UserError
-from salt.rollout import Rollouts
+from salt.rollout import Rollouts, end_tokens
 from toy.arithmetic import WarmStart, make_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,11 +136,12 @@ def test_no_system_prompt_is_made_up(shared_data):
 
 def test_the_end_of_a_turn_ends_a_response(shared_data):
     plain = AutoTokenizer.from_pretrained(shared_data / "tokenizer")
-    assert models.end_tokens(plain) == [plain.eos_token_id] == models.end_tokens(plain, plain.eos_token_id)
-    assert models.end_tokens(plain, [7, plain.eos_token_id]) == [7, plain.eos_token_id]
+    assert end_tokens(GenerationConfig(), plain) == [plain.eos_token_id]
+    assert end_tokens(GenerationConfig(eos_token_id=[7, plain.eos_token_id]), plain) == [7, plain.eos_token_id]
     chat = with_template(shared_data, USER + OPENING)
     chat.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    assert models.end_tokens(chat, None) == sorted([chat.eos_token_id, chat.convert_tokens_to_ids("<|im_end|>")])
+    assert end_tokens(GenerationConfig(eos_token_id=chat.eos_token_id), chat) == sorted(
+        [chat.eos_token_id, chat.convert_tokens_to_ids("<|im_end|>")])
 
 
 def test_presets_say_all_that_is_known_of_them():

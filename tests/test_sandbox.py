@@ -314,7 +314,7 @@ def test_limits(inside):
                      "NPROC": (64, 64), "CORE": (0, 0)}
 
 
-VALUES = ["None", "True", "-7", "1 << 200", "0.1", "inf", "'a\\x00\\ud800é'", "1+2j", "[]", "(1, [2, (3,)])", "{1, 2}",
+VALUES = ["None", "True", "-7", "1 << 200", "-3 ** 20_000", "0.1", "inf", "'a\\x00\\ud800é'", "1+2j", "[]", "(1, [2, (3,)])", "{1, 2}",
           "frozenset({'a'})", "{1: {'a': (None,)}, (1, 2): set()}"]
 
 
@@ -323,7 +323,8 @@ def test_plain_values_arrive_as_they_are(inside, source):
     value = eval(source, {"inf": float("inf")})
     found = inside.call(source)
     assert found == value and type(found) is type(value)
-    assert inside.call(f"(lambda x: x)(*{(value,)!r})") == value                 # and go there as `repr` writes them
+    if value != -3 ** 20_000:
+        assert inside.call(f"(lambda x: x)(*{(value,)!r})") == value             # and go there as `repr` writes them
 
 
 def test_subclasses_arrive_as_what_they_are_based_on(inside):

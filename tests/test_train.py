@@ -1,6 +1,8 @@
 """The training loop: gradients that no memory flag changes, SALT as one replaceable call, DAPO, what each flag does."""
 import dataclasses
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ from salt.metrics import RunDirectory
 from salt.reward import RewardPool
 from salt.rollout import Rollouts
 from toy.arithmetic import WarmStart, make_model
-from training import Reward, resume, run
+from training import ROOT, Reward, lines, run
 
 
 @pytest.fixture(autouse=True)
@@ -447,6 +449,25 @@ def test_gsm8k_with_the_r1_tokenizer(r1_folder, shared_data, tmp_path, updates, 
     assert said.err == ""                                           # no warning of tokenizer, template or generation
     final = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert final.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.slow
+def test_no_logits_of_a_whole_batch_exist(r1_folder, shared_data, tmp_path):
+    """DAPO + SALT over the real vocabulary of 151,936, everything in one micro-batch: a process of its own, whose peak
+    of memory beyond what the imports take stays below the logits (N, V) of one pass in float32."""
+    flags = ["--model", str(r1_folder), *GSM8K, "--data-dir", str(shared_data), "--output", str(tmp_path / "run"),
+             "--algo", "dapo", "--gen-batch", "4", "--batch-size", "4", "--mini-batch", "4", "--group-size", "8",
+             "--max-response", "128", "--micro-batch", "32", "--limit", "64", "--salt", "--rank-scale", "0.5"]
+    code = ("import resource, sys; sys.path[:0] = ['.', 'tests']; from training import Reward; import train; "
+            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+            f"train.main({flags!r}, pool=Reward(lambda text: len(text) % 2)); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert (ended.returncode, ended.stderr) == (0, "")                   # no warning of tokenizer or template either
+    records = lines(tmp_path / "run")
+    fewest = min(record["length"] for record in records) * 32
+    assert len(records) == 2 and all("alpha" in record for record in records)
+    assert int(ended.stdout.split()[-1]) * 1024 < fewest * 151936 * 4
 
 
 @pytest.mark.slow

@@ -301,7 +301,7 @@ def test_another_trl_is_refused_by_name(found, tmp_path):
     run = subprocess.run([sys.executable, "-c", "import salt.trl_hook"], capture_output=True, text=True, cwd=ROOT,
                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert run.returncode == 1
-    assert f"made for TRL 1.16.x, not {found}: pip install 'trl==1.16.0'" in run.stderr.splitlines()[-1]
+    assert f"made for trl 1.16.x, found {found}: pip install 'trl==1.16.0'" in run.stderr.splitlines()[-1]
 
 
 def test_images_are_refused(model, tmp_path):

@@ -1,4 +1,4 @@
-"""salt/verl_hook.py against verl's own code, on a CPU. In verl's own environment (requirements-verl.txt, see .ci/run)."""
+"""salt/verl_hook.py against verl's own code, on a CPU. In verl's own environment: requirements-verl.txt, .ci/run."""
 import os
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def nested(rows) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def case() -> dict:
-    """Eight sequences of different lengths; a response with other people's tokens in it, and one that does not count."""
+    """Eight sequences of different lengths; in two of them not every token counts, in one none does."""
     random = torch.Generator().manual_seed(0)
 
     def draw(low, high):
@@ -188,4 +188,4 @@ def test_another_verl_is_refused_by_name(tmp_path):
     run = subprocess.run([sys.executable, "-c", "import salt.verl_hook"], capture_output=True, text=True, cwd=ROOT,
                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert run.returncode == 1
-    assert "made for verl 0.9.x, not 0.7.0: pip install 'verl==0.9.1'" in run.stderr.splitlines()[-1]
+    assert "made for verl 0.9.x, found 0.7.0: pip install 'verl==0.9.1'" in run.stderr.splitlines()[-1]

@@ -23,7 +23,7 @@ TEMPERATURE, LIMIT = 0.6, GAP_LIMIT[torch.float32]
 def new_model(tied: bool = False, seed: int = 0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model(WarmStart(hidden=64, layers=2), len(make_tokenizer()))
+        model = make_model(WarmStart(hidden=128, layers=2), len(make_tokenizer()))
         if tied:
             model.config.tie_word_embeddings = True
             model.tie_weights()

@@ -1,7 +1,7 @@
 """One rank of tests/test_verl_hook.py: verl's FSDP2 engine on a CPU. `torchrun ... verl_worker.py FOLDER`.
 
-verl has no CPU platform, but an interface for new ones. Reads FOLDER/case.pt and FOLDER/model, writes FOLDER/rank<r>.pt.
-Asserts nothing.
+verl has no CPU platform, but an interface for new ones. Reads FOLDER/case.pt and the models beside it, writes
+FOLDER/rank<r>.pt. Asserts nothing.
 """
 import os
 import sys
