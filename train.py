@@ -35,7 +35,7 @@ from salt.evaluation import evaluate_problems, summarise
 from salt.geometry import head_gradient_norm
 from salt.lora import add_adapters, merged_weights, without_adapters
 from salt.loss import aggregate, clip_cov_mask, kl_cov_mask, kl_cov_penalty, kl_k3, policy_loss, sampling_correction
-from salt.metrics import RunDirectory, Tracker, geometry_metrics, mean_of, sample_table, throughput
+from salt.metrics import RunDirectory, Tracker, check_tracker, geometry_metrics, mean_of, sample_table, throughput
 from salt.plan import plan, refuse_what_does_not_fit
 from salt.proxy import lm_head_gram
 from salt.reward import RewardPool
@@ -443,6 +443,8 @@ def main(argv: list[str] | None = None, pool=None) -> int:
     if hardware:
         print(plan(config, **hardware))
         return 0
+    if config.tracker:
+        check_tracker(config.tracker)
     with contextlib.ExitStack() as stack:
         preempted, device = stack.enter_context(sigterm_noted()), distributed.start()
         stack.callback(distributed.stop)
@@ -457,7 +459,8 @@ def main(argv: list[str] | None = None, pool=None) -> int:
             sizes = ", ".join(f"{name} {getattr(config, name)}" for name in TINY)
             print(f"tiny model: its own sizes instead of Table 4's ({sizes})")
         problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
-        pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout))
+        pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout,
+                                                      allow_weak_sandbox=config.allow_weak_sandbox))
         try:
             run_directory = train(config, resume, problems, pool, device, preempted)
         except RuntimeError as error:

@@ -36,6 +36,9 @@ from salt.hooks import causal_model, check_form, gram_of_all, require, whole_hea
 DEVIATION = 0.1                       # nats: more than bfloat16 and another attention kernel can do to a mean
 
 require("verl", "0.9.1")
+import transfer_queue as tq                                                            # noqa: E402
+from verl.trainer.ppo.v1.trainer_base import register_trainer                          # noqa: E402
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync                            # noqa: E402
 from verl.utils import tensordict_utils as tu                                          # noqa: E402
 from verl.workers.engine import EngineRegistry                                         # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead             # noqa: E402
@@ -147,26 +150,21 @@ def check_run(config, environment: dict[str, str]) -> None:
             raise UserError(message)
 
 
-def register_salt_trainer() -> None:
-    """The trainer mode `salt_sync`: verl's synchronous trainer, with SALT after its advantages."""
-    import transfer_queue as tq
-    from verl.trainer.ppo.v1.trainer_base import register_trainer
-    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+@register_trainer("salt_sync")
+class SaltTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, with SALT after its advantages."""
 
-    @register_trainer("salt_sync")
-    class SaltTrainer(PPOTrainerSync):
-        def __init__(self, config):
-            check_run(config, os.environ)
-            super().__init__(config)
+    def __init__(self, config):
+        check_run(config, os.environ)
+        super().__init__(config)
 
-        def _compute_advantage(self, batch, metrics):
-            batch = super()._compute_advantage(batch, metrics)
-            rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
-                                   select_fields=["advantages", "response_mask", "salt_gram"])
-            gram = torch.stack(list(rows["salt_gram"].unbind()))                                       # (m, m)
-            rows["advantages"], found = salt_coefficients(rows["advantages"], rows["response_mask"], gram,
-                                                          self.config.algorithm.get("salt_variant", "salt"))
-            metrics.update({f"salt/{name}": getattr(found, name)
-                            for name in ("alpha", "rank", "n_eff", "participation_ratio")})
-            return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id,
-                                   fields=rows.select("advantages"))
+    def _compute_advantage(self, batch, metrics):
+        batch = super()._compute_advantage(batch, metrics)
+        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
+                               select_fields=["advantages", "response_mask", "salt_gram"])
+        gram = torch.stack(list(rows["salt_gram"].unbind()))                                           # (m, m)
+        rows["advantages"], found = salt_coefficients(rows["advantages"], rows["response_mask"], gram,
+                                                      self.config.algorithm.get("salt_variant", "salt"))
+        metrics.update({f"salt/{name}": getattr(found, name)
+                        for name in ("alpha", "rank", "n_eff", "participation_ratio")})
+        return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=rows.select("advantages"))

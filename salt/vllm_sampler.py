@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy
@@ -39,8 +40,10 @@ ENVIRONMENT = {
 @contextlib.contextmanager
 def process_left_alone() -> Iterator[None]:
     """Starting an engine seeds every generator of the process; the CPU build also takes torch.set_num_threads away."""
-    states, threads, setter = (random.getstate(), numpy.random.get_state()), torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng():
+    states = random.getstate(), numpy.random.get_state()
+    threads, setter = torch.get_num_threads(), torch.set_num_threads
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
         finally:
@@ -48,6 +51,12 @@ def process_left_alone() -> Iterator[None]:
             numpy.random.set_state(states[1])
             torch.set_num_threads = setter
             torch.set_num_threads(threads)
+
+
+def repack_head(worker) -> None:
+    """On a CPU the LM head multiplies with a packed copy, which vLLM 0.32 forgets to renew when the head is tied."""
+    head = worker.get_model().lm_head
+    head.quant_method.process_weights_after_loading(head)
 
 
 def generation_config(source: str):
@@ -97,6 +106,8 @@ class VLLMSampler:
         if self.asleep:
             self.engine.wake_up(tags=["weights"])
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if not self.gpu:
+            self.engine.collective_rpc(repack_head)
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         self.asleep = False
@@ -126,7 +137,9 @@ class VLLMSampler:
         # Kept keys and values would be those of older weights, and would tie the draw to earlier calls by rounding.
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.gpu else []):
+        # On a CPU it would compile, with a C++ compiler, the rank of the sampled token, which nobody asked for.
+        with (torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.gpu else []),
+              torch.compiler.set_stance("default" if self.gpu else "force_eager")):
             outputs = self.engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
         responses = [list(output.outputs[0].token_ids) for output in outputs]
         logprobs = [list(output.outputs[0].logprobs.logprobs) for output in outputs]

@@ -193,8 +193,8 @@ def test_adapters_are_drawn_from_the_seed_and_leave_the_global_generator_alone()
 def test_two_processes_hand_out_the_weights_of_one():
     """FSDP2 shards base and adapters; merged weights, scores and reference are those of the model in one piece."""
     worker = Path(__file__).with_name("lora_worker.py")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-                           "29533", worker], capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+                           worker], capture_output=True, text=True, timeout=300,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["float64 tied=True: equal", "float64 tied=False: equal",

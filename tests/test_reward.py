@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from salt import sandbox
-from salt.code_tasks import gold
+from salt import code_tasks, sandbox
 from salt.errors import UserError
 from salt.reward import (CHUNK, MAX_ANSWER, MAX_PROGRAM, INTEGER, RewardPool, _trim, choice_reward, code_reward,
                          extract_answer, extract_choice, extract_code, gold_parses, math_reward)
@@ -683,7 +682,7 @@ def test_extract_code(response, program):
     assert extract_code(response) == program
 
 
-ADD = gold("", "", "def judge(call):\n    assert call('add(1, 2)') == 3\n    assert call('add(-1, 1)') == 0\n")
+ADD = code_tasks.gold("", "", "def judge(call):\n    assert call('add(1, 2)') == 3\n    assert call('add(-1, 1)') == 0\n")
 
 
 def program(body: str) -> str:
@@ -699,7 +698,7 @@ def test_code_pool_judges_in_order_and_survives_everything():
 
 
 def test_tests_that_never_end_are_stopped_and_score_zero():
-    endless = gold("", "", "def judge(call):\n    call('add(1, 2)')\n    while True: pass\n")
+    endless = code_tasks.gold("", "", "def judge(call):\n    call('add(1, 2)')\n    while True: pass\n")
     with RewardPool("code", workers=1, timeout=0.5) as pool:
         assert pool.score([program("a + b")] * 2, [endless, ADD]) == [0.0, 1.0]
         assert (pool.restarts, pool.timeouts) == (1, 1)

@@ -20,7 +20,7 @@ from salt.metrics import RunDirectory
 from salt.reward import RewardPool
 from salt.rollout import Rollouts
 from toy.arithmetic import WarmStart, make_model
-from training import ROOT, Reward, lines, run
+from training import ROOT, Reward, lines, resume, run
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +300,38 @@ def test_evaluation_before_every_n_steps_and_after(tiny_folder, tmp_path, capsys
     assert "pass@1" in said and "pass@2" in said and "after step 3" in said
     assert [{key: value for key, value in record.items() if "eval" not in key} for record in records[1:]] == run(
         tiny_folder, tmp_path / "without", "--steps", "3")                  # evaluating disturbs nothing
+
+
+@pytest.mark.slow
+def test_adapters_train_and_leave_an_ordinary_model(tiny_folder, tmp_path):
+    """The head stays, the projections move, and the reference is the model with its adapters off."""
+    records = run(tiny_folder, tmp_path / "run", "--lora-rank", "4", "--lr", "1e-2", "--salt", "--mini-batch", "4")
+    assert abs(records[0]["kl"]) < 1e-9 < records[1]["kl"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_folder, tmp_path / "run" / "final"))
+    assert before.keys() == after.keys() and torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    assert not torch.equal(*(found["model.layers.0.mlp.up_proj.weight"] for found in (before, after)))
+
+
+@pytest.mark.slow
+def test_adapters_resume(tiny_folder, tmp_path):
+    flags = ["--lora-rank", "4", "--lr", "1e-2", "--save-every", "1"]
+    whole = run(tiny_folder, tmp_path / "whole", *flags, "--steps", "3")
+    run(tiny_folder, tmp_path / "part", *flags, "--steps", "2")
+    assert resume(tmp_path / "part", "--steps", "3") == whole
+
+
+@pytest.mark.slow
+def test_a_tracker_gets_the_log(tiny_folder, tmp_path):
+    run(tiny_folder, tmp_path / "run", "--tracker", "tensorboard")
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def test_sampled_responses_are_written_every_n_steps_and_at_the_end(tiny_folder, tmp_path):
+    run(tiny_folder, tmp_path / "run", "--samples-every", "2", "--steps", "3", "--salt")
+    tables = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+    assert tables == ["step-000002.jsonl", "step-000003.jsonl"]
+    row = json.loads((tmp_path / "run" / "samples" / tables[0]).read_text().splitlines()[0])
+    assert {"prompt", "completion", "reward", "advantage", "coefficient"} == row.keys() and "=" in row["prompt"]
 
 
 # ---- DAPO
