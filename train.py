@@ -188,8 +188,8 @@ def everyones(packed: Tensor, lengths: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- the whole run
 
 
-def build(config: Config, device: torch.device):
-    """Policy, frozen reference (None without KL), and tokenizer; sharded where there is more than one CPU process."""
+def build(config: Config, device: torch.device, cleanup: contextlib.ExitStack):
+    """Policy, frozen reference (None without KL, or with adapters), tokenizer, sampler, and its largest honest gap."""
     source = distributed.compute_once(lambda: models.resolve(config.model, seed=config.seed))
     low = config.precision == "bfloat16" or config.precision is None and device.type == "cuda"
     compute = torch.bfloat16 if low else None
@@ -205,15 +205,16 @@ def build(config: Config, device: torch.device):
     backend = choose_backend(config.rollout, gpu=device.type == "cuda")
     sampler = make_sampler(backend, model, tokenizer, source, context=config.max_prompt + config.max_response,
                            dtype=compute or torch.float32, memory_share=config.vllm_memory, seed=config.seed)
+    cleanup.callback(sampler.close)
     return model, reference, tokenizer, sampler, GAP_LIMIT[compute or torch.float32]
 
 
 def train(config: Config, resume: Path | None, problems: list[Problem], pool, device: torch.device,
-          preempted: list) -> RunDirectory | None:
+          preempted: list, cleanup: contextlib.ExitStack) -> RunDirectory | None:
     """The whole run; None when it was stopped on the way (`preempted` has become non-empty) and a checkpoint written."""
     test = load_problems(config.dataset, split="test", data_dir=config.data_dir, limit=config.eval_limit) \
         if config.eval_every else []
-    model, reference, tokenizer, sampler, gap_limit = build(config, device)
+    model, reference, tokenizer, sampler, gap_limit = build(config, device, cleanup)
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if config.max_prompt + config.max_response > context:
         raise UserError(f"--max-prompt {config.max_prompt} and --max-response {config.max_response} exceed the context "
@@ -462,7 +463,7 @@ def main(argv: list[str] | None = None, pool=None) -> int:
         pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout,
                                                       allow_weak_sandbox=config.allow_weak_sandbox))
         try:
-            run_directory = train(config, resume, problems, pool, device, preempted)
+            run_directory = train(config, resume, problems, pool, device, preempted, stack)
         except RuntimeError as error:
             if not distributed.is_lost_process(error):
                 raise

@@ -9,8 +9,8 @@ Glossary
     τ         temperature  ()           –     one value for sampler, loss and proxy
     –         logprobs     m lists      1     log π(o_t) as the sampler itself computed it
 
-A sampler has generate(prompts, samples, …) -> Rollouts; sync(weights), which pushes trained weights into it; and
-sleep(), which gives its GPU memory back until the next sync.
+A sampler has generate(prompts, samples, …) -> Rollouts; sync(weights), which pushes trained weights into it; sleep(),
+which gives its GPU memory back until the next sync; and close().
 
 Every call takes its seed as an argument and leaves torch's global generator alone, so a run that is resumed, or one
 that evaluates more often, draws the same responses.
@@ -104,6 +104,9 @@ class TransformersSampler:
 
     def sleep(self) -> None:
         """Nothing of its own lies on the GPU."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
 
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], samples: int, *, temperature: float, max_tokens: int,
