@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -189,7 +190,7 @@ def everyones(packed: Tensor, lengths: Tensor) -> Tensor:
 
 
 def build(config: Config, device: torch.device, cleanup: contextlib.ExitStack):
-    """Policy, frozen reference (None without KL, or with adapters), tokenizer, sampler, and its largest honest gap."""
+    """Policy, frozen reference (None without KL, or with adapters), tokenizer, sampler, largest gap it may show."""
     source = distributed.compute_once(lambda: models.resolve(config.model, seed=config.seed))
     low = config.precision == "bfloat16" or config.precision is None and device.type == "cuda"
     compute = torch.bfloat16 if low else None
@@ -212,8 +213,8 @@ def build(config: Config, device: torch.device, cleanup: contextlib.ExitStack):
 def train(config: Config, resume: Path | None, problems: list[Problem], pool, device: torch.device,
           preempted: list, cleanup: contextlib.ExitStack) -> RunDirectory | None:
     """The whole run; None when it was stopped on the way (`preempted` has become non-empty) and a checkpoint written."""
-    test = load_problems(config.dataset, split="test", data_dir=config.data_dir, limit=config.eval_limit) \
-        if config.eval_every else []
+    test = load_problems(config.eval_dataset or config.dataset, split="test", data_dir=config.data_dir,
+                         limit=config.eval_limit) if config.eval_every else []
     model, reference, tokenizer, sampler, gap_limit = build(config, device, cleanup)
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if config.max_prompt + config.max_response > context:
@@ -328,7 +329,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
                                 below_full=config.rank_below_full, generator=generator)                   # Eq. 13-17
 
             with clock("geometry"):
-                gram, reweighted = form_gram(config, head, scored[index], len(members), step), None       # Eq. 4, 19
+                gram, reweighted = form_gram(config, head, scored.pop(0), len(members), step), None       # Eq. 4, 19
                 if config.salt:
                     reweighted = distributed.compute_once(reweighted_once)
                     coefficients[members] = reweighted.coefficients                                       # Eq. 18
@@ -442,7 +443,8 @@ def main(argv: list[str] | None = None, pool=None) -> int:
     """`pool`: anything with RewardPool's submit, restarts and timeouts, to train on another reward."""
     config, resume, hardware = parse(argv)
     if hardware:
-        print(plan(config, **hardware))
+        if os.environ.get("RANK", "0") == "0":
+            print(plan(config, **hardware))
         return 0
     if config.tracker:
         check_tracker(config.tracker)
@@ -459,7 +461,8 @@ def main(argv: list[str] | None = None, pool=None) -> int:
         if config.model == "tiny" and resume is None:
             sizes = ", ".join(f"{name} {getattr(config, name)}" for name in TINY)
             print(f"tiny model: its own sizes instead of Table 4's ({sizes})")
-        problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
+        with contextlib.redirect_stderr(sys.stdout if distributed.rank() else sys.stderr):        # counts: said once
+            problems = load_problems(config.dataset, split=config.split, data_dir=config.data_dir, limit=config.limit)
         pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout,
                                                       allow_weak_sandbox=config.allow_weak_sandbox))
         try:

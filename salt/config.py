@@ -8,13 +8,14 @@ import argparse
 import dataclasses
 import math
 import time
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from salt import models
 from salt.advantages import VARIANTS
 from salt.data import NAMES
-from salt.errors import Parser, UserError
+from salt.errors import Parser, UserError, WrongFlag
 from salt.loss import AGGREGATIONS
 from salt.metrics import RunDirectory
 
@@ -27,7 +28,8 @@ def option(default, help: str, choices=None):
 class Config:
     """Table 4's values are the defaults. None: decided by --algo, --salt-preset or the model (see `settle`)."""
     model: str = option("tiny", f"{', '.join(models.PRESETS)}, a Hugging Face folder or a hub id")
-    dataset: str = option("arith", f"(math for a preset) {', '.join(NAMES)}, or a .jsonl or .parquet file with prompt and answer")
+    dataset: str = option("arith", f"{', '.join(NAMES)}, or a .jsonl or .parquet file with prompt and answer; math for "
+                          "the presets")
     split: str = option("train", "split to train on")
     data_dir: str | None = option(None, "folder with local copies of the data sets (default: the hub)")
     limit: int | None = option(None, "train on the first N problems only")
@@ -85,6 +87,7 @@ class Config:
     kl_cov_coef: float = option(1.0, "weight of its penalty")
 
     eval_every: int = option(0, "evaluate before, every N steps and after; 0: never")
+    eval_dataset: str | None = option(None, "its test split is evaluated (default: that of --dataset)")
     eval_limit: int = option(128, "test problems per evaluation")
     eval_samples: int = option(8, "responses per test problem")
     eval_temperature: float = option(0.6, "temperature of the evaluation")
@@ -156,7 +159,9 @@ def settle(given: dict) -> Config:
         "clip_low": 0.2, "clip_high": 0.28 if dapo and regularizer != "kl-cov" else 0.2}
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
     name = given.get("model", "tiny")
-    sizes = TINY if name == "tiny" else {"gram_tolerance": 0.1} | ({"dataset": "math"} if name in models.PRESETS else {})
+    sizes = TINY if name == "tiny" else {"gram_tolerance": 0.1}
+    if name != "tiny" and name in models.PRESETS:
+        sizes = sizes | {"dataset": "math"}
     config = Config(**derived | preset | sizes | given)
     if name in models.PRESETS:
         asked, context = config.max_response, models.PRESETS[name].context
@@ -174,27 +179,32 @@ def validate(config: Config) -> None:
     for item in dataclasses.fields(config):
         name, value, choices = item.name, getattr(config, item.name), item.metadata["choices"]
         flag, least = f"--{name.replace('_', '-')} {value}", 0 if name in MAY_BE_ZERO else 1
+        if not isinstance(value, typing.get_type_hints(Config)[name]):
+            raise WrongFlag(f"config.json: {name} is {value!r}, not of the type {item.type}")
         if choices and value is not None and value not in choices:
-            raise UserError(f"{flag}: one of {', '.join(choices)}")
+            raise WrongFlag(f"{flag}: one of {', '.join(choices)}")
         if type(value) is int and name != "salt_scope" and value < least:
-            raise UserError(f"{flag}: at least {least}")
+            raise WrongFlag(f"{flag}: at least {least}")
         if type(value) is float and not (0 <= value < math.inf or value == math.inf and name in MAY_BE_INFINITE):
-            raise UserError(f"{flag}: a finite number that is not negative")
-    if config.alpha > 1 or config.gram_tolerance >= 1:
-        raise UserError(f"--alpha {config.alpha} and --gram-tolerance {config.gram_tolerance}: shares, at most 1")
+            raise WrongFlag(f"{flag}: a finite number that is not negative")
+    if config.alpha > 1 or config.gram_tolerance >= 1 or not 0 < config.vllm_memory < 1:
+        raise WrongFlag(f"--alpha {config.alpha}, --gram-tolerance {config.gram_tolerance} and --vllm-memory "
+                        f"{config.vllm_memory}: shares, at most 1")
+    if config.tis_cap == 0:
+        raise WrongFlag("--tis-cap 0 would take every token out: a positive number, or leave it away")
     if config.batch_size % config.mini_batch:
-        raise UserError(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
+        raise WrongFlag(f"--batch-size {config.batch_size} is not a multiple of --mini-batch {config.mini_batch}")
     if config.algo == "dapo" and config.gen_batch * config.max_gen_batches < config.batch_size:
-        raise UserError(f"--max-gen-batches {config.max_gen_batches} of --gen-batch {config.gen_batch} prompts cannot "
+        raise WrongFlag(f"--max-gen-batches {config.max_gen_batches} of --gen-batch {config.gen_batch} prompts cannot "
                         f"fill --batch-size {config.batch_size}")
     if config.temperature <= 0:
-        raise UserError(f"--temperature {config.temperature}: training needs a positive one (greedy responses "
+        raise WrongFlag(f"--temperature {config.temperature}: training needs a positive one (greedy responses "
                         "of a group are all the same)")
     if config.top_p != 1.0 or config.top_k != 0:
-        raise UserError("--top-p and --top-k are refused in training: responses from a cut distribution bias the ratio "
+        raise WrongFlag("--top-p and --top-k are refused in training: responses from a cut distribution bias the ratio "
                         "pi / pi_old (Eq. 3); leave them out")
     size = config.mini_batch * config.group_size
     one_k = config.salt_scope
     if one_k not in ("mini-batch", "group") and (not isinstance(one_k, int) or one_k < 1 or size % one_k):
-        raise UserError(f"--salt-scope {one_k}: mini-batch, group, or a number that divides the mini-batch's {size} "
+        raise WrongFlag(f"--salt-scope {one_k}: mini-batch, group, or a number that divides the mini-batch's {size} "
                         "responses")

@@ -97,7 +97,7 @@ def place(model: nn.Module, device: torch.device, *, compute_dtype: torch.dtype 
 
 
 def call(model: nn.Module, function: Callable[[nn.Module], Value]) -> Value:
-    """`function(model)`, during which the model may be used in parts: FSDP2 has gathered what lies outside the layers."""
+    """`function(model)`, in which the model may be used in parts: FSDP2 has gathered what lies outside the layers."""
     return model.call(function) if isinstance(model, FSDPModule) else function(model)
 
 

@@ -25,6 +25,7 @@ Departures from the paper
 """
 import contextlib
 import math
+from typing import Iterator
 
 import torch
 from torch import Tensor
@@ -60,8 +61,8 @@ def _group_blocks(gram: Tensor, group_size: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def one_thread(size: int):
-    """Around `eigh` of a (size, size) matrix, whose threads wait for one another on busy cores: 2.9 s against 8 ms at 256.
+def one_thread(size: int) -> Iterator[None]:
+    """Around `eigh` of (size, size) matrices: its threads wait for one another on busy cores, 2.9 s against 8 ms at 256.
 
     Matrices below that are left alone: there the threads are not used, while `set_num_threads`, once called, also ends
     MKL's own choice of threads, which makes every later matrix product slower (a step of the tiny model by 8 %).

@@ -23,8 +23,8 @@ Glossary (n GPUs; d, I, V: hidden, intermediate, vocabulary; L layers; N = --mic
     one layer               w N (4 d + 3 I)                   score: no gradients
     logits chunk            24, 16 per logit                  update, score; models.CHUNK_ELEMENTS logits
     hidden states for K     w T d per response of a step      score (a mini-batch's thrice, put in order), gram
-    Gram                    w T d per response of a           gram: gathered, padded; proxy.DEVICE_BUDGET
-                            mini-batch, twice
+    Gram                    w T d per response of a           gram: gathered and put in batches; the own share sent;
+                            mini-batch, twice and a bit       proxy.DEVICE_BUDGET
     vLLM                    --vllm-memory of the GPU: w P,    sample; it sleeps otherwise
                             its work, and the cache
 With --lora-rank r the base is frozen (w P/n), only r A parameters have master weights, gradients and moments, and the
@@ -163,7 +163,7 @@ def _geometry(config, shape: Shape, gpus: int) -> dict[str, dict[str, float]]:
     own = ceil(mini_batch / gpus) * response
     kept = own * (config.batch_size // config.mini_batch)
     return {"hidden states for K": {"score": kept + 2 * own, "gram": kept},
-            "Gram": {"gram": 2 * mini_batch * response + DEVICE_BUDGET}}
+            "Gram": {"gram": 2 * mini_batch * response + (own if gpus > 1 else 0) + DEVICE_BUDGET}}
 
 
 def _gradients(config, shape: Shape, gpus: int) -> dict[str, dict[str, float]]:

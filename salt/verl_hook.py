@@ -20,8 +20,8 @@ Departures from the paper
     2. verl's padding responses, which fill a batch up, have no token that counts: feature 0, a' = 0.
 
 What has run, and what has not. Run on a CPU, in tests/test_verl_hook.py: this engine under verl's real FSDP2 engine
-(its scoring pass on two ranks, packed and padded, with and without dynamic micro-batches), verl's own advantages, and
-`salt_coefficients` on what it returns. Not run: Ray, TransferQueue, rollouts, CUDA, and so `SaltTrainer` as a whole.
+(its scoring pass on two ranks, packed and padded, with and without dynamic micro-batches), and this trainer's advantage
+step through Ray and TransferQueue. Not run: rollouts, CUDA, LoRA, and a training from beginning to end.
 """
 import os
 

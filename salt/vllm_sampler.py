@@ -37,12 +37,17 @@ ENVIRONMENT = {
 }
 
 
+def torch_generators_left_alone():
+    """Of the CPU and of this rank's GPU: asking for more would open a context on every GPU of the machine."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else [])
+
+
 @contextlib.contextmanager
 def process_left_alone() -> Iterator[None]:
     """Starting an engine seeds every generator of the process; the CPU build also takes torch.set_num_threads away."""
     states = random.getstate(), numpy.random.get_state()
     threads, setter = torch.get_num_threads(), torch.set_num_threads
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch_generators_left_alone(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
@@ -142,8 +147,7 @@ class VLLMSampler:
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not clear its prefix cache: requests are still running")
         # On a CPU it would compile, with a C++ compiler, the rank of the sampled token, which nobody asked for.
-        with (torch.random.fork_rng(devices=[torch.cuda.current_device()] if self.gpu else []),
-              torch.compiler.set_stance("default" if self.gpu else "force_eager")):
+        with torch_generators_left_alone(), torch.compiler.set_stance("default" if self.gpu else "force_eager"):
             outputs = self.engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
         responses = [list(output.outputs[0].token_ids) for output in outputs]
         logprobs = [list(output.outputs[0].logprobs.logprobs) for output in outputs]

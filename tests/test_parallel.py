@@ -89,8 +89,8 @@ def test_two_ranks_take_the_step_of_one(ranks, name):
         assert found["stats"] == other[name]["stats"]
     assert relative(found["old"], alone["old"]) < (1e-12 if exact else 1e-6)
     assert relative(found["gram"], alone["gram"]) < (1e-9 if exact else 1e-6)
-    assert relative(found["coefficients"], alone["coefficients"]) < (1e-6 if exact else 1e-3)   # they are float32
-    tolerance = 1e-6 if exact else 1e-5
+    assert relative(found["coefficients"], alone["coefficients"]) < (1e-9 if exact else 1e-3)
+    tolerance = 1e-9 if exact else 1e-5
     assert found["gradients"].keys() == alone["gradients"].keys()
     for key, gradient in alone["gradients"].items():
         assert relative(found["gradients"][key], gradient) < tolerance, key

@@ -86,7 +86,7 @@ def test_every_part_by_hand():
         "logits chunk": {"score": 16 * 2 * 15 * 50, "update": 24 * 2 * 15 * 50},              # fewer than a chunk
         # 4 GPUs: ⌈6 / 4⌉ = 2 responses of each of the two mini-batches, one of them three times
         "hidden states for K": {"score": 8 * response, "gram": 4 * response},
-        "Gram": {"gram": 2 * 6 * response + planning.DEVICE_BUDGET},
+        "Gram": {"gram": (2 * 6 + 2) * response + planning.DEVICE_BUDGET},
         "gradients, sharded": {"update": 1000}, "gradients, largest unit": {"update": 6 * 400}}
 
 

@@ -697,6 +697,13 @@ def test_code_pool_judges_in_order_and_survives_everything():
         assert (pool.restarts, pool.timeouts) == (0, 0)          # the program's limits are not the worker's
 
 
+def test_replies_made_to_fill_the_memory_of_the_judge_score_zero_alone():
+    forged = "import json\njson.dumps = lambda *_: '{\"value\": [' + '[],' * 10_000_000 + '[]]}'\n"       # 30 of 32 MiB
+    with RewardPool("code", workers=1, timeout=5) as pool:
+        responses = [f"```\n{forged}def add(a, b): return 3\n```", program("a + b")]
+        assert pool.score(responses, [ADD] * 2) == [0.0, 1.0]
+
+
 def test_tests_that_never_end_are_stopped_and_score_zero():
     endless = code_tasks.gold("", "", "def judge(call):\n    call('add(1, 2)')\n    while True: pass\n")
     with RewardPool("code", workers=1, timeout=0.5) as pool:

@@ -182,6 +182,14 @@ def test_a_broken_configuration_is_refused(undisturbed, tmp_path, content):
         resume(output)
 
 
+def test_a_value_of_another_type_is_refused(undisturbed, tmp_path):
+    output = copied(undisturbed, tmp_path)
+    config = (output / "config.json").read_text()
+    (output / "config.json").write_text(config.replace('"lr": 0.001', '"lr": "0.001"'))
+    with pytest.raises(UserError, match="config.json: lr is '0.001'"):
+        resume(output)
+
+
 def test_a_broken_line_in_the_middle_of_the_log_is_refused(undisturbed, tmp_path):
     output = copied(undisturbed, tmp_path)
     text = (output / "metrics.jsonl").read_text()

@@ -147,6 +147,29 @@ def test_verls_advantages_become_coefficients():
         torch.testing.assert_close(row, coefficient * torch.tensor(mask), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_the_trainer_puts_coefficients_where_its_update_looks_for_them(tmp_path):
+    """verl's own step, with Ray and TransferQueue: what the actor's update will read is a'; the returns stay verl's."""
+    rewards, masks = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [[1] * length for length in (3, 2, 4, 1, 2, 3)]
+    torch.save({"keys": [f"u{row // 3}_{row % 3}_0" for row in range(6)], "masks": masks, "rewards": rewards,
+                "gram": gram_of(6), "config": {"algorithm": {
+                    "adv_estimator": "grpo", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False,
+                    "norm_adv_by_std_in_grpo": True, "salt_variant": "interpolated"},
+                    "actor_rollout_ref": {"rollout": {"n": 3}}}}, tmp_path / "rows.pt")
+    run = subprocess.run([sys.executable, str(ROOT / "tests" / "verl_worker.py"), str(tmp_path), "advantages"],
+                         capture_output=True, text=True, timeout=600, env=os.environ | {
+                             "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RAY_AUTH_MODE": "disabled"})
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = torch.load(tmp_path / "coefficients.pt")
+    advantages = group_advantages(torch.tensor(rewards).view(2, 3)).flatten()
+    expected = salt_advantages(gram_of(6), advantages, "interpolated")
+    for index, mask in enumerate(masks):
+        torch.testing.assert_close(found["advantages"][index], expected.coefficients[index].expand(len(mask)))
+        torch.testing.assert_close(found["returns"][index], advantages[index].expand(len(mask)))
+    assert found["metrics"]["salt/rank"] == expected.rank
+    assert found["metrics"]["salt/n_eff"] == pytest.approx(expected.n_eff)
+
+
 def test_token_level_advantages_are_refused():
     with pytest.raises(UserError, match="differ between the tokens of a response"):
         salt_coefficients(nested([[0.5, 0.4], [0.1, 0.1]]), nested([[1, 1], [1, 1]]), gram_of(2))
@@ -179,6 +202,15 @@ def test_configurations_without_a_right_gram_are_refused(change, environment, me
     check_run(OmegaConf.create(GOOD), {"VERL_ENGINE_VENDOR": "salt"})
     with pytest.raises(UserError, match=message):
         check_run(OmegaConf.merge(GOOD, change), {"VERL_ENGINE_VENDOR": "salt"} | environment)
+
+
+def test_verl_finds_the_trainer_by_its_mode():
+    """As a user starts it: verl itself imports the hook."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import verl\nfrom verl.trainer.ppo.v1 import get_trainer_cls\n"
+         "print(get_trainer_cls('salt_sync').__module__)"], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"VERL_USE_EXTERNAL_MODULES": "salt.verl_hook"})
+    assert run.stdout.strip() == "salt.verl_hook", run.stderr[-3000:]
 
 
 def test_another_verl_is_refused_by_name(tmp_path):

@@ -54,7 +54,7 @@ def started(folder):
     model, tokenizer = load(str(folder))
     torch.manual_seed(3)
     before = torch.get_rng_state(), torch.get_num_threads(), torch.set_num_threads, os.sched_getaffinity(0)
-    sampler = make_sampler("vllm", model, tokenizer, str(folder), context=64)
+    sampler = make_sampler("vllm", model, tokenizer, str(folder), context=256)
     after = torch.get_rng_state(), torch.get_num_threads(), torch.set_num_threads, os.sched_getaffinity(0)
     return sampler, model, tokenizer, before, after
 
@@ -119,7 +119,9 @@ def test_the_engine_holds_a_copy_not_the_trainers_tensors(engine):
 def test_the_prefix_cache_does_not_outlive_the_weights(engine):
     """The same prompts, longer than a block of the cache, before and after a sync."""
     sampler, model, tokenizer = engine
-    prompts = [tokenizer.encode("1234567890+1234567890+1234567890=")]
+    block = sampler.engine.llm_engine.vllm_config.cache_config.block_size
+    prompts = [tokenizer.encode("1+" * (block // 2 + 10) + "1=")]
+    assert block < len(prompts[0]) < 2 * block
     sampler.generate(prompts, 2, temperature=TEMPERATURE, max_tokens=4, seed=0)
     other = new_model(seed=9)
     sampler.sync(weights(other))
@@ -182,10 +184,10 @@ def test_greedy_agrees_with_transformers(engine):
 
 def test_what_exceeds_the_context_is_refused(engine):
     sampler, _, tokenizer = engine
-    with pytest.raises(UserError, match="a prompt of 7 tokens and 58 for the response exceed .* context of 64 tokens"):
-        sampler.generate([tokenizer.encode("345+67=")], 2, temperature=1.0, max_tokens=58, seed=0)
-    drawn = sampler.generate([tokenizer.encode("345+67=")], 8, temperature=1.0, max_tokens=57, seed=0)
-    assert all(finished or len(response) == 57 for response, finished in zip(drawn.responses, drawn.finished))
+    with pytest.raises(UserError, match="a prompt of 7 tokens and 250 for the response exceed .* context of 256"):
+        sampler.generate([tokenizer.encode("345+67=")], 2, temperature=1.0, max_tokens=250, seed=0)
+    drawn = sampler.generate([tokenizer.encode("345+67=")], 2, temperature=1.0, max_tokens=249, seed=0)
+    assert all(finished or len(response) == 249 for response, finished in zip(drawn.responses, drawn.finished))
     assert sampler.generate([], 2, temperature=1.0, max_tokens=5, seed=0).responses == []
 
 

@@ -1,7 +1,10 @@
-"""One rank of tests/test_verl_hook.py: verl's FSDP2 engine on a CPU. `torchrun ... verl_worker.py FOLDER`.
+"""verl on a CPU, for tests/test_verl_hook.py. Asserts nothing.
 
-verl has no CPU platform, but an interface for new ones. Reads FOLDER/case.pt and the models beside it, writes
-FOLDER/rank<r>.pt. Asserts nothing.
+    torchrun ... verl_worker.py FOLDER      a rank of the FSDP2 engine: FOLDER/case.pt and the models there to rank<r>.pt
+    verl_worker.py FOLDER advantages        the trainer's step between scoring and update, through Ray and
+                                            TransferQueue: FOLDER/rows.pt to coefficients.pt
+
+verl has no CPU platform, but an interface for new ones.
 """
 import os
 import sys
@@ -31,7 +34,7 @@ class OnCpu(PlatformCUDA):
 
 set_platform(OnCpu())
 from salt.errors import UserError                                                      # noqa: E402
-from salt.verl_hook import SaltEngine                                                  # noqa: E402
+from salt.verl_hook import SaltEngine, SaltTrainer                                      # noqa: E402
 from verl.trainer.config import CheckpointConfig                                       # noqa: E402
 from verl.utils import tensordict_utils as tu                                          # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig   # noqa: E402
@@ -68,6 +71,30 @@ def scored(engine: SaltEngine, case: dict, padded: bool, dynamic: bool, **facts)
     return {name: list(value.unbind()) for name, value in output.items()}
 
 
+def advantages(folder: Path) -> None:
+    """verl's `_compute_advantage` with SALT's after it, on a trainer that has a configuration and nothing else."""
+    import ray
+    import transfer_queue
+    from omegaconf import OmegaConf
+    case = torch.load(folder / "rows.pt")
+    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)        # the queue's actors ask for so many
+    transfer_queue.init()
+    fields = tu.get_tensordict({
+        "response_mask": nested(case["masks"]), "salt_gram": case["gram"], "uid": [key[:2] for key in case["keys"]],
+        "rm_scores": nested([[0.0] * (len(m) - 1) + [reward] for m, reward in zip(case["masks"], case["rewards"])]),
+        "old_log_probs": nested([[-0.5] * len(mask) for mask in case["masks"]])})
+    batch = transfer_queue.kv_batch_put(keys=case["keys"], partition_id="train", fields=fields,
+                                        tags=[{} for _ in case["keys"]])
+    trainer, metrics = SaltTrainer.__new__(SaltTrainer), {}
+    trainer.config = OmegaConf.create(case["config"])
+    batch = trainer._compute_advantage(batch, metrics)
+    found = transfer_queue.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["advantages", "returns"])
+    torch.save({"metrics": metrics} | {name: list(found[name].unbind()) for name in ("advantages", "returns")},
+               folder / "coefficients.pt")
+    transfer_queue.close()
+    ray.shutdown()
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     case, found = torch.load(folder / "case.pt"), {}
@@ -86,4 +113,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (advantages if sys.argv[2:] else main)(Path(sys.argv[1]))

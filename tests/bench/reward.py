@@ -1,7 +1,7 @@
 """Throughput of verdicts by number of workers: python tests/bench/reward.py [--count 4000] [--workers 1 2 4]
 
-Each row is a kind of answer; of programs, a twentieth of the count. Golds repeat as they do in training (8 responses to a problem), except where it says
-"all distinct". The first batch of each pool is not counted (imports and tables are ready before it).
+Each row is a kind of answer; of programs, a twentieth of the count. Golds repeat as they do in training (8 responses to
+a problem), except where it says "all distinct". The first sixteenth is not counted: imports and tables are ready then.
 """
 import argparse
 import os
@@ -64,10 +64,11 @@ def main() -> None:
             code = kind.startswith("programs")
             responses, golds = programs(arguments.count // 20) if code else batch(kind, arguments.count)
             with RewardPool("code" if code else "math", workers=workers) as pool:
-                pool.score(responses[:64], golds[:64])
+                first = len(responses) // 16
+                pool.score(responses[:first], golds[:first])
                 begin = time.perf_counter()
-                pool.score(responses[64:], golds[64:])
-                rates[kind, workers] = (len(responses) - 64) / (time.perf_counter() - begin)
+                pool.score(responses[first:], golds[first:])
+                rates[kind, workers] = (len(responses) - first) / (time.perf_counter() - begin)
     for kind in kinds:
         print(f"{kind:30}" + "".join(f"{rates[kind, workers]:14,.0f}  " for workers in arguments.workers))
 
