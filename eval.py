@@ -188,7 +188,7 @@ def recorded_tests(task: str, rows: list[dict], args) -> list[str]:
     problems = {problem.id: problem for problem in load_problems(task, data_dir=args.data_dir)}
     for row in rows:
         if row["id"] not in problems or gold_record(problems[row["id"]]) != row["gold"]:
-            raise UserError(f"the tests of {row['id']} are not those it was judged by: pass the same --data-dir as then")
+            raise UserError(f"the tests of {row['id']} are not those it was judged by: pass the --data-dir of then")
     return [problems[row["id"]].answer for row in rows]
 
 

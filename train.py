@@ -296,7 +296,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
         measure = bool(config.salt) or config.diagnostics == "on"
         lengths = rollouts.lengths
         mini_batches = list(torch.arange(len(lengths)).split(config.mini_batch * config.group_size))
-        scored, old, frozen, gaps = [], [], [], []                                         # one entry per mini-batch
+        scored, old, frozen = [], [], []                                                   # one entry per mini-batch
         with clock("score"):
             for members in mini_batches:
                 share = rollouts.select(members[list(distributed.share(len(members)))].tolist())
@@ -307,8 +307,10 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
                     with contextlib.nullcontext() if reference else without_adapters(model):
                         frozen.append(everyones(models.logprobs_only(reference or model, share, config.temperature,
                                                                      config.micro_batch), lengths[members]))
-                gaps.append(sampler_gap(share, scored[-1].logprobs))
             entropy = distributed.mean(torch.cat([part.entropy for part in scored]))
+            gap = sampler_gap(rollouts, torch.cat([values[models.response_mask(lengths[members])]
+                                                   for values, members in zip(old, mini_batches)]))
+            check_sampler_gap(gap, config.sampler_gap_limit or gap_limit)
             low, high = entropy_range or (entropy, entropy)
             entropy_range = min(low, entropy), max(high, entropy)
         with clock("reward"):
@@ -372,7 +374,6 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
                   "all_right": (right == 1).float().mean().item(), "all_wrong": (right == 0).float().mean().item(),
                   "length": lengths.float().mean().item(), "entropy": entropy,
                   "truncated": 1 - sum(rollouts.finished) / len(rollouts.finished)}
-        gap = mean_of(distributed.gather_objects(mean_of(gaps)))
         record |= mean_of(losses) | mean_of(geometry) | gap
         if grams:
             record["gram_not_finite"] = sum(not gram.isfinite().all() for gram in grams) / len(grams)
@@ -398,7 +399,6 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
         bar.set_postfix({key: f"{record[key]:.2f}" for key in ("pass_rate", "length", "entropy", "alpha", "rank")
                          if key in record})
         bar.update()
-        check_sampler_gap(gap, gap_limit)
         if stopped:
             break
 

@@ -58,6 +58,8 @@ class Config:
     rollout: str = option("auto", "the sampler; auto: vllm where it and a GPU are there, else transformers",
                           ("auto", "transformers", "vllm"))
     vllm_memory: float = option(0.4, "share of a GPU's memory that vLLM takes while it samples")
+    sampler_gap_limit: float | None = option(None, "mean distance in nats of the sampler's log-probabilities from the "
+                                             "trainer's at which a run ends (default 1e-4, in bfloat16 0.05)")
     tis_cap: float | None = option(None, "weigh each token by min(cap, pi_trainer / pi_sampler), for --rollout vllm")
     temperature: float = option(0.6, "of the sampler, and of the logits in loss and proxy")
     top_p: float = option(1.0, "refused below 1: the ratio of Eq. 3 would be biased")
@@ -105,7 +107,8 @@ TINY = {"batch_size": 32, "mini_batch": 16, "micro_batch": 128, "gen_batch": 48,
 RELEASED_CODE = {"salt_scope": 8, "length_norm": "sum", "rank_max": 64, "rank_below_full": True,
                  "aggregation": "token-mean"}
 PAPER = {"salt_scope": "mini-batch", "length_norm": "mean", "rank_below_full": False}
-MAY_CHANGE = ("steps", "save_every", "workers", "tracker", "samples_every", "vllm_memory")            # on --resume
+MAY_CHANGE = ("steps", "save_every", "workers", "tracker", "samples_every", "vllm_memory",
+              "sampler_gap_limit")                                     # on --resume
 MAY_BE_ZERO = ("seed", "top_k", "eval_every", "lora_rank", "samples_every")
 MAY_BE_INFINITE = ("max_grad_norm", "clip_high")
 

@@ -182,6 +182,8 @@ def code_reward(response: str, problem: str, *, seconds: float = 5.0, weak: bool
         try:
             sandbox.run(task["before"] + "\n" + program, task["after"])
             _judge_of(task["tests"])(sandbox.call)
+        except MemoryError:    # perhaps earlier answers' leftovers: the pool tries again in a fresh worker
+            raise
         except Exception:      # a test may raise anything when it meets a wrong value, and that is a verdict
             return 0.0
     return float(not sandbox.failed)
@@ -263,7 +265,8 @@ class RewardPool:
     kind: a key of REWARDS; workers: processes; timeout: CPU seconds per answer, for a program and again for its tests;
     memory: bytes of address space each; allow_weak_sandbox: judge programs even where they cannot be isolated.
     Counters since the start: `restarts`, workers replaced for whatever reason; `timeouts`, answers beyond the limit.
-    Raises ValueError on a bad argument, UserError if workers cannot start or isolate programs. Use as a context manager or close()."""
+    Raises ValueError on a bad argument, UserError if workers cannot start or isolate programs. Use as a context manager
+    or close()."""
 
     def __init__(self, kind: str, workers: int = 2, timeout: float = 5.0, memory: int = 512 << 20, *,
                  allow_weak_sandbox: bool = False):

@@ -1,5 +1,5 @@
-"""Prompts → responses: the sampler on Hugging Face's `generate`, the choice between it and vLLM's (vllm_sampler.py), how
-far a sampler is from the model that is trained, and DAPO's dynamic sampling on top of any sampler.
+"""Prompts → responses: the sampler on Hugging Face's `generate`, the choice between it and vLLM's (vllm_sampler.py),
+how far a sampler is from the model that is trained, and DAPO's dynamic sampling on top of any sampler.
 
 Glossary
     paper     name         shape        equation
@@ -42,7 +42,7 @@ class Rollouts:
     responses: list[list[int]]
     finished: list[bool]                 # an EOS was sampled; False: cut off at the length limit
     texts: list[str]                     # decoded without special tokens, for the verifier
-    logprobs: list[list[float] | None] | None = None         # of the sampled tokens at τ; None: the sampler does not say
+    logprobs: list[list[float] | None] | None = None         # of the sampled tokens at τ; None: it does not say
 
     def __post_init__(self):
         if self.logprobs is None:

@@ -100,6 +100,8 @@ class Sandbox:
         try:
             reply = json.loads(line)
             value, error = (None, str(reply["error"])) if "error" in reply else (_built(reply["value"]), None)
+        except MemoryError:             # the judge's own limit; it decides what that means
+            raise
         except Exception as fault:      # a forged reply can provoke any: not JSON, unhashable, too deep, too large
             raise ProgramError(f"malformed reply ({type(fault).__name__})") from fault
         if error is not None:
@@ -159,6 +161,6 @@ def must_be_weak(allowed: bool) -> bool:
     except UserError as error:
         if not allowed:
             raise
-        print(f"WARNING: untrusted code cannot be isolated here ({error.__cause__}): generated programs run as you, can "
-              "read and write your files and reach the network", file=sys.stderr)
+        print(f"WARNING: untrusted code cannot be isolated here ({error.__cause__}): generated programs run as you, "
+              "can read and write your files and reach the network", file=sys.stderr)
         return True

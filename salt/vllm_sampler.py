@@ -136,8 +136,8 @@ class VLLMSampler:
         rows = [prompt for prompt in prompts for _ in range(samples)]
         longest = max(map(len, rows), default=0)
         if longest + max_tokens > self.context:
-            raise UserError(f"a prompt of {longest} tokens and {max_tokens} for the response exceed the sampler's context "
-                            f"of {self.context} tokens")
+            raise UserError(f"a prompt of {longest} tokens and {max_tokens} for the response exceed the sampler's "
+                            f"context of {self.context} tokens")
         # Every knob named. The end tokens go in as stop tokens, so that one list holds for all of them.
         params = [SamplingParams(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
                                  presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0, max_tokens=max_tokens,

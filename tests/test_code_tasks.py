@@ -10,9 +10,10 @@ from salt.errors import UserError
 from salt.reward import RewardPool, code_reward
 
 MBPP = {"task_id": 601, "text": "Write a function to add.\r\n", "code": "def add(a, b):\r\n  return a + b",
-        "test_setup_code": "", "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1)==0 ", "assert add('a','b')=='ab'"],
-        "challenge_test_list": []}
-HUMANEVAL = {"task_id": "HumanEval/0", "entry_point": "double", "canonical_solution": "    return [2 * x for x in xs]\n",
+        "test_list": ["assert add(1, 2) == 3", "assert add(-1, 1)==0 ", "assert add('a','b')=='ab'"],
+        "test_setup_code": "", "challenge_test_list": []}
+HUMANEVAL = {"task_id": "HumanEval/0", "entry_point": "double",
+             "canonical_solution": "    return [2 * x for x in xs]\n",
              "prompt": 'from typing import List\n\n\ndef double(xs: List[float]) -> List[float]:\n    """ Doubles.\n'
                        '    >>> double([1])\n    [2]\n    """\n',
              "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([]) == []\n"
@@ -66,7 +67,8 @@ def test_set_up_code_runs_behind_the_program_whose_classes_it_needs():
 
 
 def test_a_function_may_have_the_name_of_a_builtin():
-    row = MBPP | {"code": "def sum(a, b): return a - b", "test_list": ["assert sum(5, 3) == 2", "assert abs(sum(1, 2)) == 1"]}
+    row = MBPP | {"code": "def sum(a, b): return a - b",
+                  "test_list": ["assert sum(5, 3) == 2", "assert abs(sum(1, 2)) == 1"]}
     gold = code_tasks.mbpp(row)[1]
     assert code_reward(fenced(row["code"]), gold) == 1.0
     assert code_reward(fenced("def sum(a, b): return a + b"), gold) == 0.0
@@ -152,13 +154,14 @@ def test_missing_fields_are_named(tmp_path, field):
 def references(path, reader, solution) -> tuple[list[str], list[str], list[str]]:
     """(ids, responses, golds) of every row of a released file."""
     rows = list(read_rows(path))
-    return [str(row["task_id"]) for row in rows], [fenced(solution(row)) for row in rows], [reader(row)[1] for row in rows]
+    responses, golds = [fenced(solution(row)) for row in rows], [reader(row)[1] for row in rows]
+    return [str(row["task_id"]) for row in rows], responses, golds
 
 
 def failures(ids, responses, golds, seconds) -> list[str]:
     with RewardPool("code", workers=2, timeout=seconds) as pool:
         verdicts = pool.score(responses, golds)
-        assert pool.restarts == 0
+        assert pool.timeouts == 0
     return [name for name, verdict in zip(ids, verdicts) if verdict != 1.0]
 
 
@@ -170,7 +173,8 @@ def test_every_reference_solution_of_mbpp_passes(shared_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, file", [("humaneval", "HumanEval.jsonl.gz"), ("humanevalplus", "HumanEvalPlus.jsonl.gz")])
+@pytest.mark.parametrize("name, file", [("humaneval", "HumanEval.jsonl.gz"),
+                                        ("humanevalplus", "HumanEvalPlus.jsonl.gz")])
 def test_every_reference_solution_of_humaneval_passes(shared_data, name, file):
     found = references(shared_data / name / file, code_tasks.humaneval, lambda row: row["canonical_solution"])
     assert len(found[0]) == 164
@@ -189,4 +193,5 @@ def test_compressed_files_read_alike(tmp_path):
     (tmp_path / "packed" / "humaneval").mkdir(parents=True)
     with gzip.open(tmp_path / "packed" / "humaneval" / "HumanEval.jsonl.gz", "wt") as file:
         file.write(json.dumps(HUMANEVAL) + "\n")
-    assert load_problems("humaneval", data_dir=tmp_path / "packed") == load_problems("humaneval", data_dir=tmp_path / "plain")
+    plain, packed = (load_problems("humaneval", data_dir=tmp_path / form) for form in ("plain", "packed"))
+    assert plain == packed

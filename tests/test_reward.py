@@ -682,7 +682,7 @@ def test_extract_code(response, program):
     assert extract_code(response) == program
 
 
-ADD = code_tasks.gold("", "", "def judge(call):\n    assert call('add(1, 2)') == 3\n    assert call('add(-1, 1)') == 0\n")
+ADD = code_tasks.gold("", "", "def judge(call):\n  assert call('add(1, 2)') == 3\n  assert call('add(-1, 1)') == 0\n")
 
 
 def program(body: str) -> str:

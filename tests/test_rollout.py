@@ -108,7 +108,8 @@ def test_select_and_add():
 def test_the_samplers_log_probabilities_are_a_column_that_may_be_missing():
     silent = Rollouts([[1], [2]], [[3], [4, 5]], [True, False], ["x", "y"])
     assert silent.logprobs == [None, None] and silent.packed_logprobs is None
-    told = Rollouts([[1], [2], [2]], [[3], [4, 5], []], [True, False, False], ["x", "y", ""], [[-1.0], [-2.0, -0.5], []])
+    told = Rollouts([[1], [2], [2]], [[3], [4, 5], []], [True, False, False], ["x", "y", ""],
+                    [[-1.0], [-2.0, -0.5], []])
     assert told.select([2, 1]).logprobs == [[], [-2.0, -0.5]]
     assert (told + told).packed_logprobs.tolist() == [-1.0, -2.0, -0.5] * 2
     assert (told + silent).packed_logprobs is None and told.select([]).packed_logprobs is None

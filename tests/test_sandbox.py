@@ -61,7 +61,7 @@ CHEATS = {
                       "  except OSError: pass\ndef f(n): return 4",
     "forged verdicts": "import os\nfor fd in range(3, 64):\n  try: os.write(fd, b'1.0\\n' * 100)\n"
                        "  except OSError: pass",
-    "forged tag": "import sys\nsys.modules['__main__'].plain = lambda v: {'eval': '__import__(\"os\").system(\"true\")'}\n"
+    "forged tag": "import sys\nsys.modules['__main__'].plain = lambda v: {'eval': '__import__(\"os\").abort()'}\n"
                   "def f(n): return 4",
     "forged depth": "import json\njson.dumps = lambda *_: '[' * 10**6\ndef f(n): return 4",
     "frame walking": """
@@ -121,7 +121,7 @@ HOSTILE = {
     "busy threads": "import threading\ndef g():\n  while True: pass\n"
                     "for _ in range(20): threading.Thread(target=g).start()\ndef f(n): return 4",
     "fork bomb": "import os\ndef f(n):\n  while True:\n    try: os.fork()\n    except OSError: pass",
-    "daemon": "import os, time\ndef f(n):\n  if not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(1e6)\n"
+    "daemon": "import os, time\ndef f(n):\n  if not os.fork():\n    os.setsid()\n    os.fork() or time.sleep(1e6)\n"
               "    os._exit(0)\n  return 4",
     "daemon in place of the program": "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(1e6)",
     "zombie children": "import os\ndef f(n):\n  for _ in range(30):\n    if not os.fork(): os._exit(0)\n  return 4",
@@ -131,7 +131,7 @@ HOSTILE = {
     "another program beside it": f"import subprocess\nsubprocess.Popen(['/usr/bin/sleep', '{SECONDS}e6'],"
                                  " start_new_session=True)\ndef f(n): return 4",
     "multiprocessing": "import multiprocessing, time\nmultiprocessing.set_start_method('fork')\n"
-                       "p = multiprocessing.Process(target=time.sleep, args=(1e6,)); p.start()\ndef f(n): return p.join()",
+                       "p = multiprocessing.Process(target=time.sleep, args=(1e6,))\np.start()\ndef f(n): p.join()",
     "memory bomb": "def f(n): return len(bytearray(1 << 40))",
     "memory, little by little": "def f(n):\n  x = []\n  while True: x.append(bytearray(1 << 20))",
     "memory in many processes": "import os\ndef f(n):\n  for _ in range(6): os.fork()\n  x = []\n"
@@ -155,7 +155,7 @@ HOSTILE = {
     "never reads": "import time, os\nos.set_blocking(3, False)\ntime.sleep(1e6)",
     "writes outside": f"""
         import os, pathlib
-        for folder in ('/', '/usr', '/root', '/home', '/var/tmp', '/dev/shm', '/etc', '/proc', {str(ROOT)!r}, '.', '..'):
+        for folder in ('/', '/usr', '/root', '/home', '/var/tmp', '/dev/shm', '/etc', '/proc', {str(ROOT)!r}, '..'):
             try: pathlib.Path(folder, {PWNED!r}).write_text('x')
             except OSError: pass
         def f(n): return 4""",
@@ -166,7 +166,7 @@ HOSTILE = {
             except OSError: pass
         def f(n): return 4""",
     "temporary files": "import tempfile\nkept = [tempfile.mkstemp() for _ in range(20)]\ndef f(n): return 4",
-    "fills the disk": "def f(n):\n  for i in range(1000):\n    with open(f'x{i}', 'wb') as file: file.write(bytes(10**7))",
+    "fills the disk": "def f(n):\n  for i in range(1000):\n    with open(f'x{i}', 'wb') as x: x.write(bytes(10**7))",
     "removes everything": "import shutil\nshutil.rmtree('/', ignore_errors=True)\ndef f(n): return 4",
     "remounts": """
         import ctypes
@@ -272,7 +272,7 @@ def test_honest_programs_score_one():
     check(HONEST, 1.0, threads=2)
 
 
-# ------------------------------------------------------------------------------------------------------- from the inside
+# ------------------------------------------------------------------------------------------------------ from the inside
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +314,8 @@ def test_limits(inside):
                      "NPROC": (64, 64), "CORE": (0, 0)}
 
 
-VALUES = ["None", "True", "-7", "1 << 200", "-3 ** 20_000", "0.1", "inf", "'a\\x00\\ud800é'", "1+2j", "[]", "(1, [2, (3,)])", "{1, 2}",
+VALUES = ["None", "True", "-7", "1 << 200", "-3 ** 20_000", "0.1", "inf", "'a\\x00\\ud800é'",
+          "1+2j", "[]", "(1, [2, (3,)])", "{1, 2}",
           "frozenset({'a'})", "{1: {'a': (None,)}, (1, 2): set()}"]
 
 
@@ -335,7 +336,7 @@ def test_subclasses_arrive_as_what_they_are_based_on(inside):
         assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize("source", ["object()", "lambda: 1", "iter([])", "range(3)", "b'a'", "Ellipsis", "{1: object()}"])
+@pytest.mark.parametrize("source", ["object()", "lambda: 1", "iter([])", "range(3)", "b'a'", "...", "{1: object()}"])
 def test_other_values_do_not(inside, source):
     with pytest.raises(ProgramError, match="TypeError"):
         inside.call(source)
@@ -363,7 +364,7 @@ def test_asserts_count_even_where_python_is_told_to_skip_them():
 
 
 def test_one_sandbox_does_not_use_up_anothers_processes():
-    bomb = "import os, time\nfor _ in range(100):\n  try:\n    if not os.fork(): time.sleep(1e6)\n  except OSError: break"
+    bomb = "import os, time\nfor _ in range(100):\n  try: os.fork() or time.sleep(1e6)\n  except OSError: break"
     with Sandbox(seconds=SECONDS) as first, Sandbox(seconds=SECONDS) as second:
         first.run(bomb)
         with pytest.raises(ProgramError, match="BlockingIOError"):
@@ -449,6 +450,7 @@ def test_weak_isolation_keeps_its_limits_and_its_folder_tidy(tmp_path, monkeypat
 
 def test_a_reply_can_only_describe_plain_values():
     assert sandbox._built({"dict": [[{"tuple": [1]}, {"set": []}]]}) == {(1,): set()}
-    for forged in ({"object": []}, {"list": 3}, {"dict": [[1]]}, {"set": [[1]]}, {"complex": ["a"]}, {}, {"a": 1, "b": 2}):
+    for forged in ({"object": []}, {"list": 3}, {"dict": [[1]]}, {"set": [[1]]}, {"complex": ["a"]}, {"int": "x"}, {},
+                   {"list": [], "set": []}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             sandbox._built(forged)

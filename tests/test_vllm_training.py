@@ -3,15 +3,12 @@ import shutil
 import time
 
 import pytest
-import torch
 
-from salt import rollout
 from salt.vllm_sampler import VLLMSampler
 from test_parallel import program, taken
 from training import lines, resume, run
 
 VLLM = "--rollout vllm --salt --limit 8 --epochs 4 --steps 3 --save-every 1".split()
-LIMIT = rollout.GAP_LIMIT[torch.float32]
 
 
 def test_three_steps_and_the_gap_after_every_sync(tiny_folder, tmp_path):
@@ -26,8 +23,8 @@ def test_a_run_whose_sync_does_nothing_ends_with_one_line(tiny_folder, tmp_path,
     monkeypatch.setattr(VLLMSampler, "sync", lambda sampler, weights: None)
     with pytest.raises(SystemExit, match="stale weights"):
         run(tiny_folder, tmp_path / "run", *VLLM)
-    written = lines(tmp_path / "run")
-    assert written[0]["sampler_gap"] <= LIMIT < written[-1]["sampler_gap"]
+    assert len(lines(tmp_path / "run")) == 1                        # the second step is neither trained on nor saved
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 
 def test_the_importance_weight_for_the_samplers_rounding_is_all_but_one(tiny_folder, tmp_path):

@@ -1,6 +1,6 @@
 """verl on a CPU, for tests/test_verl_hook.py. Asserts nothing.
 
-    torchrun ... verl_worker.py FOLDER      a rank of the FSDP2 engine: FOLDER/case.pt and the models there to rank<r>.pt
+    torchrun ... verl_worker.py FOLDER      a rank of the FSDP2 engine: FOLDER/case.pt and models there to rank<r>.pt
     verl_worker.py FOLDER advantages        the trainer's step between scoring and update, through Ray and
                                             TransferQueue: FOLDER/rows.pt to coefficients.pt
 

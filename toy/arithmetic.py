@@ -41,6 +41,10 @@ class WarmStart:
     version: int = 1                         # raise it when the code below changes what comes out
 
 
+HARD = WarmStart(digits=(4, 5, 6), steps=700)                # --dataset arith-hard: longer, right in less than a tenth
+DIGITS = {"arith": WarmStart.digits, "arith-hard": HARD.digits}
+
+
 def draw_problem(rng: random.Random, digits: tuple[int, ...]) -> tuple[int, int]:
     length = rng.choice(digits)
     a = rng.randrange(10 ** (length - 1), 10 ** length)
