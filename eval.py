@@ -179,8 +179,8 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
 
 
 def reward_pool(task: str, kind: str, args) -> RewardPool:
-    limit = {"timeout": SOURCES[task].seconds} if task in SOURCES else {}
-    return RewardPool(kind, args.workers, allow_weak_sandbox=args.allow_weak_sandbox, **limit)
+    limits = {"timeout": SOURCES[task].seconds, "memory": SOURCES[task].memory} if task in SOURCES else {}
+    return RewardPool(kind, args.workers, allow_weak_sandbox=args.allow_weak_sandbox, **limits)
 
 
 def recorded_tests(task: str, rows: list[dict], args) -> list[str]:

@@ -129,7 +129,8 @@ class Source:
     overlaps: str | None = None       # a test set that shares problems with it
     release: str = ""                 # the file as its authors released it, taken from a data folder too
     task_ids: dict[str, range] | None = None                          # of each split, where a file holds several
-    seconds: float = 5.0              # of CPU time that a verdict may take
+    seconds: float = 5.0              # of CPU time that a verdict may take,
+    memory: int = 512 << 20           # and bytes
 
 
 SOURCES = {
@@ -148,7 +149,7 @@ SOURCES = {
     "humaneval": Source("openai/openai_humaneval", {"test": "openai_humaneval/test-*.parquet"}, code_tasks.humaneval,
                         kind="code", release="HumanEval.jsonl.gz"),
     "humanevalplus": Source("evalplus/humanevalplus", {"test": "data/test-*.parquet"}, code_tasks.humaneval,
-                            kind="code", release="HumanEvalPlus.jsonl.gz", seconds=30.0),
+                            kind="code", release="HumanEvalPlus.jsonl.gz", seconds=30.0, memory=2 << 30),
 }
 NAMES = ("arith", *SOURCES)
 INSTRUCTIONS = {"math": INSTRUCTION, "choice": CHOICE_INSTRUCTION, "code": CODE_INSTRUCTION}

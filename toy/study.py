@@ -51,8 +51,8 @@ DECIDES = {"train": ("train.py", "salt/data.py", "salt/evaluation.py", "salt/los
 TINY = {"max_prompt": 16, "max_response": 48, "micro_batch": 128, "gram_tolerance": 0.0, "checkpoint_layers": False,
         "epochs": 8, "samples_every": 0, "workers": 1, "save_every": 1000}
 SIZES = {
-    "standard": TINY | {"batch_size": 16, "mini_batch": 8, "gen_batch": 24, "steps": 32, "eval_every": 16,
-                        "eval_limit": 128, "lr": 3e-4},
+    "standard": TINY | {"batch_size": 16, "mini_batch": 8, "gen_batch": 24, "steps": 40, "eval_every": 20,
+                        "eval_limit": 128, "lr": 1e-4},
     "quick": TINY | {"batch_size": 16, "mini_batch": 8, "gen_batch": 24, "steps": 6, "eval_every": 6, "eval_limit": 48,
                      "lr": 3e-4},
     "smoke": TINY | {"batch_size": 4, "mini_batch": 2, "gen_batch": 8, "group_size": 4, "steps": 2, "eval_every": 2,
