@@ -145,20 +145,28 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
     import torch
     from salt import models
     from salt.metrics import provenance
-    from salt.rollout import TransformersSampler
+    from salt.rollout import TransformersSampler, choose_backend, make_sampler
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     source = models.resolve(target.source)
     tasks = load_tasks(args)
-    model, tokenizer = models.load(source, device=device, dtype=dtype)
-    sampler = TransformersSampler(model, tokenizer, rows_per_call=args.batch)
+    backend = choose_backend(args.rollout, gpu=device == "cuda", say=lambda line: print(line, file=sys.stderr))
+    model, tokenizer = models.load(source, device=device if backend == "transformers" else "cpu", dtype=dtype)
+    prompts = {task: {p.id: models.encode_prompt(tokenizer, p.question, p.instruction) for p in problems}
+               for task, problems in tasks.items()}
+    limits = {task: room_for_response(model, asked, args.max_response, task) for task, asked in prompts.items()}
+    if backend == "transformers":
+        sampler = TransformersSampler(model, tokenizer, rows_per_call=args.batch)
+    else:
+        context = max(limits[task] + max(map(len, asked.values())) for task, asked in prompts.items())
+        sampler = make_sampler(backend, model, tokenizer, source, context=context, dtype=dtype, memory_share=0.85)
     sampling = {"samples": args.n, "temperature": args.temperature}
-    drawn_by = {"revision": fingerprint(source, model), "precision": f"{dtype} on {device}", "batch": args.batch}
+    drawn_by = {"revision": fingerprint(source, model), "precision": f"{dtype} on {device}", "sampler": backend,
+                "batch": args.batch}
     settings = {"model": args.model or target.source, **drawn_by, **sampling, "k": args.k}
     results, rows = {"settings": settings, "tasks": {}, "provenance": provenance()}, {}
     for task, problems in tasks.items():
         kind = problems[0].kind
-        prompts = {p.id: models.encode_prompt(tokenizer, p.question, p.instruction) for p in problems}
-        limit = room_for_response(model, prompts, args.max_response, task)
+        limit = limits[task]
         entry = results["tasks"][task] = {"kind": kind, "max_response": limit, "problems": digest(problems), "runs": []}
         rows[task] = []
         make_folder(output / "samples")
@@ -167,7 +175,7 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
         with reward_pool(task, kind, args) as pool:
             for seed in range(args.seed, args.seed + args.runs):
                 path = output / "samples" / f"{task}-seed{seed}.jsonl"
-                key = digest(drawn_by, sampling, limit, problems, prompts, seed)
+                key = digest(drawn_by, sampling, limit, problems, prompts[task], seed)
                 with contextlib.closing(Samples(path, key)) as samples:
                     drawn = evaluate_problems(
                         sampler, tokenizer, problems, pool, **sampling, max_tokens=limit, seed=seed,
@@ -175,6 +183,7 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
                     progress = tqdm(drawn, f"{task}, seed {seed}", len(problems) * args.n, disable=None, leave=False)
                     rows[task].append([samples.add(row) for row in progress])
                 entry["runs"].append({"seed": seed, "file": path.name, "key": key})
+    sampler.close()
     return results, rows
 
 
@@ -337,6 +346,8 @@ def parse(argv: list[str] | None):
     parser.add_argument("--limit", type=count, help="the first N problems of each task only")
     parser.add_argument("--data-dir", help="folder with local copies of the data sets (default: the hub)")
     parser.add_argument("--output", type=Path, help="folder (default: eval/ inside the run, else runs/eval-MODEL)")
+    parser.add_argument("--rollout", default="auto", help="auto, transformers or vllm (default auto: vllm where "
+                                                          "it and a GPU are there)")
     parser.add_argument("--batch", type=count, default=256, help="responses per generate call (default 256)")
     parser.add_argument("--workers", type=count, default=2, help="reward processes (default 2)")
     parser.add_argument("--allow-weak-sandbox", action="store_true",

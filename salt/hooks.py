@@ -41,21 +41,23 @@ def causal_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def check_form(model: nn.Module) -> None:
+def check_form(model: nn.Module, name: str = "the model") -> None:
     """UserError unless the LM head is one plain matrix by its type and the model's configuration."""
     layer, config = model.get_output_embeddings(), model.config.get_text_config()
+    if layer is None:
+        raise UserError(f"{name} has no output projection (LM head): take a causal language model")
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise UserError(f"the LM head is adapted ({type(layer).__name__}): leave it out of target_modules, "
+        raise UserError(f"the LM head of {name} is adapted ({type(layer).__name__}): leave it out of target_modules, "
                         "modules_to_save and quantization")
     if getattr(config, "final_logit_softcapping", None):
-        raise UserError(f"the LM head is soft-capped at {config.final_logit_softcapping}: SALT's features need a plain "
+        raise UserError(f"the LM head of {name} is soft-capped at {config.final_logit_softcapping}: SALT's features need a plain "
                         "one, set the model's final_logit_softcapping to None or take another model")
 
 
 @torch.no_grad()
-def check_head(model: nn.Module) -> None:
-    """`check_form`, and that the logits of a short text are W h + b."""
-    check_form(model)
+def check_head(model: nn.Module, name: str = "the model") -> None:
+    """`check_form`, and that the logits of a short text are W h + b: Eq. 19 knows no soft-capping and no scaling."""
+    check_form(model, name)
     layer, states = model.get_output_embeddings(), []
     handle = model.base_model.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
     try:
@@ -64,7 +66,7 @@ def check_head(model: nn.Module) -> None:
         handle.remove()
     plain = nn.functional.linear(states[0].to(layer.weight.dtype), layer.weight, layer.bias)
     if (logits - plain).abs().max() > 1e-2 * plain.abs().max().clamp_min(1e-6):
-        raise UserError(f"{type(model).__name__} does more to its logits than W h + b (scaling): not supported")
+        raise UserError(f"{name} does more to its logits than W h + b (soft-capping or scaling): not supported")
 
 
 def whole_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:

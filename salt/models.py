@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from salt import distributed
 from salt.errors import UserError
+from salt.hooks import check_head
 from salt.proxy import token_statistics
 from salt.rollout import Rollouts
 
@@ -189,20 +190,6 @@ def lm_head(model) -> Head:
     layer = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     return Head(layer.weight, getattr(layer, "bias", None), embedding is not None and embedding.weight is layer.weight)
-
-
-@torch.no_grad()
-def check_head(model, name: str = "the model") -> None:
-    """UserError unless logits = hidden · W_outᵀ + b_out: Eq. 19 knows no soft-capping, scaling or missing head."""
-    if model.get_output_embeddings() is None:
-        raise UserError(f"{name} has no output projection (LM head): take a causal language model")
-    tokens = torch.arange(4, device=model.device).unsqueeze(0)
-    head = lm_head(model)
-    logits = model(input_ids=tokens, use_cache=False).logits
-    states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    plain = F.linear(states, head.weight, head.bias)
-    if (logits - plain).abs().max() > 1e-2 * plain.abs().max().clamp_min(1e-6):
-        raise UserError(f"{name} does more to its logits than W h + b (soft-capping or scaling): not supported")
 
 
 def encode_prompt(tokenizer, question: str, instruction: str = "") -> list[int]:

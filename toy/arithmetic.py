@@ -42,7 +42,6 @@ class WarmStart:
 
 
 HARD = WarmStart(digits=(4, 5, 6), steps=700)                # --dataset arith-hard: longer, right in less than a tenth
-DIGITS = {"arith": WarmStart.digits, "arith-hard": HARD.digits}
 
 
 def draw_problem(rng: random.Random, digits: tuple[int, ...]) -> tuple[int, int]:

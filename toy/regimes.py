@@ -24,7 +24,7 @@ import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -186,12 +186,14 @@ def grid(size: str) -> list[Cell]:
     return [Cell(*point) for point in ((d, c, s) for s in SIGNALS for d in DIMENSIONS for c in COSINES)]
 
 
-def read(path: Path, code: str) -> list[dict]:
-    """Rows of regimes.csv that this code wrote; numbers as floats, an empty cell as None."""
+def read(path: Path, code: str | None) -> list[dict]:
+    """Rows of regimes.csv that this code wrote (None: that the code of the last row did); an empty cell is None."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("code") == code and row["code"]]
+        rows = [row for row in csv.DictReader(file) if row["code"]]       # a row cut off by a kill has no code
+    code = rows[-1]["code"] if rows and code is None else code
+    rows = [row for row in rows if row["code"] == code]
     text = {"method", "code"}
     return [{k: v if k in text else float(v) if v else None for k, v in row.items()} for row in rows]
 
@@ -217,56 +219,3 @@ def run(size: str, path: Path, code: str, say: Callable[[str], None] = print) ->
             + f"; {each * (len(left) - number) / 60:.0f} min left")
     wanted = {key(vars(cell)) for cell in grid(size)}
     return [row for row in read(path, code) if key(row) in wanted]
-
-
-def verdict(row: dict, kind: str) -> str:
-    """helps, hurts or no difference, by the interval of Student's t. kind: "tuned" or "same"."""
-    return "helps" if row[f"{kind}_low"] > 0 else "hurts" if row[f"{kind}_high"] < 0 else "no difference"
-
-
-def panels(rows: list[dict]) -> Iterator[tuple[float, str, list[dict]]]:
-    """(signal, method, its rows) for the methods other than GRPO."""
-    for signal in sorted({row["signal"] for row in rows}, reverse=True):
-        for method in METHODS[1:]:
-            yield signal, method, [row for row in rows if row["signal"] == signal and row["method"] == method]
-
-
-def draw(rows: list[dict], kind: str, path: Path) -> None:
-    """Difference from GRPO over the grid, one panel per signal and method; grey where the interval contains 0."""
-    from toy.cancellation import new_figure
-    signals = sorted({row["signal"] for row in rows}, reverse=True)
-    dimensions, cosines = (sorted({row[name] for row in rows}) for name in ("dimension", "cosine"))
-    figure, axes = new_figure(len(signals), len(METHODS) - 1, (4.4 * (len(METHODS) - 1) + 1, 3.3 * len(signals) + 0.5))
-    limit = max(max(abs(row[f"{kind}_delta"]) for row in rows), 1e-3)
-    for axis, (signal, method, own) in zip(axes.flat, panels(rows)):
-        values = torch.full((len(cosines), len(dimensions)), torch.nan)
-        for row in own:
-            i, j = cosines.index(row["cosine"]), dimensions.index(row["dimension"])
-            values[i, j] = delta = row[f"{kind}_delta"]
-            same = verdict(row, kind) == "no difference"
-            half = (row[f"{kind}_high"] - row[f"{kind}_low"]) / 2
-            axis.text(j, i, f"{delta:+.3f}\n±{half:.3f}\nk/m {row['rank_share']:.2f}\nn {row['n_eff']:.2f}",
-                      ha="center", va="center", fontsize=6.5, color="0.4" if same else "k",
-                      weight="normal" if same else "bold")
-        image = axis.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, origin="lower", aspect="auto", alpha=0.75)
-        axis.grid(False)
-        axis.set_xticks(range(len(dimensions)), [f"{d:g}" for d in dimensions])
-        axis.set_yticks(range(len(cosines)), [f"{c:g}" for c in cosines])
-        axis.set(title=f"{method}, signal {signal:g}", xlabel="feature dimension D", ylabel="shared part (cosine)")
-    figure.colorbar(image, ax=list(axes.flat), label=f"expected reward minus GRPO's ({kind} rate)", shrink=0.8)
-    figure.savefig(path, dpi=110)
-
-
-def table(rows: list[dict], kind: str) -> list[list[str]]:
-    """Heading and rows: in how many cells a method helps, does nothing, hurts; its best and worst cell."""
-    def place(row: dict) -> str:
-        return (f"{row[f'{kind}_delta']:+.3f} [{row[f'{kind}_low']:+.3f}, {row[f'{kind}_high']:+.3f}] "
-                f"(D {row['dimension']:g}, cosine {row['cosine']:g}, k_t/m {row['rank_share']:.2f}, "
-                f"n_eff {row['n_eff']:.2f})")
-
-    lines = [["method, signal", "helps", "no difference", "hurts", "best cell", "worst cell"]]
-    for signal, method, own in panels(rows):
-        counts = [sum(verdict(row, kind) == word for row in own) for word in lines[0][1:4]]
-        best, worst = (pick(own, key=lambda row: row[f"{kind}_delta"]) for pick in (max, min))
-        lines.append([f"{method}, {signal:g}", *map(str, counts), place(best), place(worst)])
-    return lines

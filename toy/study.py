@@ -250,7 +250,7 @@ class Results:
 KEPT = ("pass_rate", "all_right", "all_wrong", "length", "entropy", "kl", "clip_fraction", "ratio_minus_one",
         "grad_norm", "alpha", "rank", "rank_share", "pr_in", "pr_total", "r_in", "r_total", "n_eff_in",
         "n_eff_in_signal", "n_eff_out", "n_eff_total", "n_eff", "d_a", "d_g", "u_perp_gain", "no_signal_share", "rho",
-        "main_share", "prompts", "eval_avg", "eval_pass@8", "eval_avg_se", "eval_pass@8_se")
+        "prompts", "eval_avg", "eval_pass@8", "eval_avg_se", "eval_pass@8_se")
 PHASES = ("sample", "score", "geometry", "diagnostics", "update", "total", "evaluate")
 
 

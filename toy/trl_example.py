@@ -3,7 +3,7 @@
 Both runs start from the same warm start and the same seed, and differ in one class name: GRPOTrainer, SaltGRPOTrainer.
 
     pip install -r requirements-trl.txt
-    python toy/trl_example.py                              60 steps of 128 responses each, about two minutes
+    python toy/trl_example.py                              60 steps of 128 responses each
     accelerate launch toy/trl_example.py                   on the GPUs that are there
 
 Departures from the paper: those of salt/trl_hook.py.
