@@ -24,13 +24,14 @@ Departures from the paper
     4. App. B writes K_q = SᵀS; here the argument is Eq. 4's K and the factor m is put back inside.
 """
 import contextlib
+import ctypes
+import functools
 import math
-from typing import Iterator
+from pathlib import Path
+from typing import Callable, Iterator
 
 import torch
 from torch import Tensor
-
-FEWEST_FOR_THREADS = 192                # rows from which on LAPACK's eigh is worth a call of set_num_threads
 
 
 def _as_gram(gram: Tensor) -> Tensor:
@@ -60,22 +61,30 @@ def _group_blocks(gram: Tensor, group_size: int) -> Tensor:
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-@contextlib.contextmanager
-def one_thread(size: int) -> Iterator[None]:
-    """Around `eigh` of (size, size) matrices: its threads wait for one another on busy cores, 2.9 s against 8 ms at 256.
+@functools.cache
+def mkl_threads() -> Callable[[int], int] | None:
+    """MKL's own switch for the calling thread, where torch has MKL: a number of threads, or 0 for the process's."""
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local
+    except (OSError, AttributeError):
+        return None
 
-    Matrices below that are left alone: there the threads are not used, while `set_num_threads`, once called, also ends
-    MKL's own choice of threads, which makes every later matrix product slower (a step of the tiny model by 8 %).
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Around `eigh`, whose threads wait for one another on busy cores: 4.6 s at worst against 33 ms at m = 256.
+
+    Not by `torch.set_num_threads` where it can be helped: once called, MKL no longer chooses its threads itself, and
+    every later matrix product of the process is slower (a step of the tiny model by 8 %).
     """
-    threads = torch.get_num_threads()
-    if size < FEWEST_FOR_THREADS or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+    set_threads, before = mkl_threads(), 0                                  # 0: as all other threads of the process
+    if set_threads is None:
+        set_threads, before = torch.set_num_threads, torch.get_num_threads()
+    set_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        set_threads(before)
 
 
 # The three statistics of Sec. 2.2.1. The batched forms take (..., m, m), so that the within-group means need no loop.
@@ -138,7 +147,7 @@ def dominant_subspace(gram: Tensor, rank: int) -> Tensor:
     gram = _as_gram(gram)
     if not 1 <= rank <= len(gram):
         raise ValueError(f"rank {rank} is not between 1 and {len(gram)}")
-    with one_thread(len(gram)):
+    with one_thread():
         vectors = torch.linalg.eigh(gram).eigenvectors                                                      # Eq. 13
     basis = vectors.flip(-1)[:, :rank]                                                  # eigh sorts in ascending order
     largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))                                       # (1, rank)

@@ -1,10 +1,12 @@
 """Eq. 4–15, 38–53, 58–61 and App. B: hand-computed numbers, definitions with explicit vectors, hostile input."""
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
+from salt import geometry
 from salt.advantages import group_advantages
 from salt.geometry import (dominant_rank, dominant_subspace, effective_sample_size, group_geometry, head_gradient_norm,
                            one_thread, participation_ratio, positive_cosine, residual_diagnostic, update_deviation)
@@ -475,19 +477,32 @@ def test_shapes_that_do_not_agree_are_a_value_error(name):
     assert "\n" not in str(error.value)
 
 
-def test_one_thread_restores_the_count_and_leaves_small_matrices_alone():
+def mkl_thread_count() -> int:
+    return int(re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())[1])
+
+
+@pytest.fixture
+def three_threads():
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        with one_thread(256):
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 3
-        with pytest.raises(KeyError), one_thread(256):
-            raise KeyError
-        assert torch.get_num_threads() == 3
-        with one_thread(128):
-            assert torch.get_num_threads() == 3
-        dominant_subspace(torch.eye(3), 1)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL takes the other way")
+def test_one_thread_restores_the_count_by_mkls_switch(three_threads):
+    with one_thread():
+        assert (mkl_thread_count(), torch.get_num_threads()) == (1, 3)
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
+    dominant_subspace(torch.eye(3), 1)
+    assert (mkl_thread_count(), torch.get_num_threads()) == (3, 3)
+
+
+def test_one_thread_restores_the_count_without_mkl(three_threads, monkeypatch):
+    monkeypatch.setattr(geometry, "mkl_threads", lambda: None)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
+    assert torch.get_num_threads() == 3

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from salt.advantages import group_advantages, reweight, scope_blocks                                    # noqa: E402
 from salt.errors import Parser, UserError, run                                                          # noqa: E402
-from salt.geometry import (effective_sample_size, group_geometry, one_thread, residual_diagnostic,          # noqa: E402
+from salt.geometry import (effective_sample_size, group_geometry, residual_diagnostic,                      # noqa: E402
                            update_deviation)
 from toy.bandit import make_bandit, sample, score_gradients                                             # noqa: E402
 
@@ -395,8 +395,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"cannot write to {options.output}: {error.strerror}; choose another --output") from error
     from toy.arithmetic import warm_start
     source = str(warm_start())
-    with one_thread():            # many small products: a second thread gains little, and on a busy machine loses much
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)      # many small products: a second thread gains little, and on a busy machine loses much
+    try:
         return report(options, source)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def report(options: argparse.Namespace, source: str) -> int:
