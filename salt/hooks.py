@@ -41,7 +41,7 @@ def causal_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def check_form(model: nn.Module, name: str = "the model") -> None:
+def check_form(model: nn.Module, name: str) -> None:
     """UserError unless the LM head is one plain matrix by its type and the model's configuration."""
     layer, config = model.get_output_embeddings(), model.config.get_text_config()
     if layer is None:
@@ -55,8 +55,9 @@ def check_form(model: nn.Module, name: str = "the model") -> None:
 
 
 @torch.no_grad()
-def check_head(model: nn.Module, name: str = "the model") -> None:
+def check_head(model: nn.Module, name: str = "") -> None:
     """`check_form`, and that the logits of a short text are W h + b: Eq. 19 knows no soft-capping and no scaling."""
+    name = name or type(model).__name__
     check_form(model, name)
     layer, states = model.get_output_embeddings(), []
     handle = model.base_model.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))

@@ -5,8 +5,9 @@
 TRL samples a generation batch, rewards it and normalises the rewards (ddof 1, eps 1e-4). Before TRL then shuffles and
 splits the batch for its updates, K of the whole batch (the responses of all processes) turns the advantages a into the
 coefficients a', in the loss and in TRL's logs. Evaluation batches are left alone. The hidden states are those of TRL's
-own scoring pass where it makes one (when the policy moves between sampling and the last use of a batch); otherwise the
-backbone runs once more, without the LM head.
+own scoring pass where it makes one (when the policy moves between sampling and the last use of a batch); otherwise those
+that wrote the tokens, where transformers' `generate` did; otherwise (vLLM, tools) the backbone runs once more, without
+the LM head.
 
 Glossary
     paper      name               shape       equation
@@ -54,18 +55,18 @@ class SaltGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         check_head(causal_model(self.model))
         self.reweighting, self.gram_options = reweighting, {"length_norm": length_norm, "tolerance": tolerance}
-        self._states = None
+        self._states = self._written = None
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         check_groups([row.get("prompt") for row in inputs], self.num_generations)
-        self._states = []
+        self._states, self._written = [], []
         output = super()._generate_and_score_completions(inputs)
         if "num_images" in output:
             raise UserError("salt.trl_hook knows text only: this batch holds images, take stock GRPOTrainer for it")
-        states = torch.cat(self._states) if "old_per_token_logps" in output else self._backbone_states(output)
-        self._states = None
+        states = torch.cat(self._states) if "old_per_token_logps" in output else self._unscored_states(output)
+        self._states = self._written = None
         advantages = gather_packed({"advantages": output["advantages"]})["advantages"].cpu()
         gram = self._gram(output, states)
         reweighted = compute_once(lambda: self.reweighting(gram, advantages))                     # Alg. 1, l.5–9
@@ -79,26 +80,36 @@ class SaltGRPOTrainer(GRPOTrainer):
         if self._states is None or self._states:
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep,
                                                               **options)
-        with self._recording(model, logits_to_keep):
+        with self._recording(model, self._states, slice(-logits_to_keep - 1, -1)):
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep,
                                                               **options)
 
+    def _generate_single_turn(self, *args, **options):
+        """TRL's sampling. The states that wrote the tokens are kept, one position for each step of `generate`."""
+        if self._written is None or self.use_vllm or self.use_transformers_continuous_batching or self.tools:
+            return super()._generate_single_turn(*args, **options)
+        with self._recording(self.model, self._written, slice(-1, None)):
+            return super()._generate_single_turn(*args, **options)
+
     @torch.no_grad()
-    def _backbone_states(self, output: dict) -> Tensor:
+    def _unscored_states(self, output: dict) -> Tensor:
         """The states that predict the completions, (b, T, d), where TRL has no use for a scoring pass of the policy."""
+        rows, length = output["completion_ids"].shape
+        if len(self._written) >= length and all(step.shape[:2] == (rows, 1) for step in self._written):
+            return torch.cat(self._written[:length], dim=1)
         tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        size, self._states = self.args.per_device_train_batch_size, []
-        with self._recording(self.model, output["completion_ids"].shape[1]), self.accelerator.autocast():
+        size, states = self.args.per_device_train_batch_size, []
+        with self._recording(self.model, states, slice(-length - 1, -1)), self.accelerator.autocast():
             for part, visible in zip(tokens.split(size), mask.split(size)):
                 self.model(input_ids=part, attention_mask=visible, use_cache=False, logits_to_keep=1)
-        return torch.cat(self._states)
+        return torch.cat(states)
 
     @contextmanager
-    def _recording(self, model, length: int) -> Iterator[None]:
-        """Append what the backbone hands to the LM head at the last `length` tokens' predictions: (·, T, d)."""
+    def _recording(self, model, states: list[Tensor], positions: slice) -> Iterator[None]:
+        """Append what the backbone hands to the LM head at these positions of each forward pass: (·, T, d)."""
         def keep(module, arguments, result):
-            self._states.append(result.last_hidden_state[:, -length - 1:-1])
+            states.append(result.last_hidden_state[:, positions])
         # The whole model is called, hooked from inside, so that DDP and FSDP2 see a forward pass of theirs.
         handle = causal_model(self.accelerator.unwrap_model(model)).base_model.register_forward_hook(keep)
         try:

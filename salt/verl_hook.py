@@ -79,7 +79,7 @@ class SaltEngine(FSDPEngineWithLMHead):
     def _own_rows(self, data, hidden: tuple[Tensor, ...], tokens: tuple[Tensor, ...], log_probs: Tensor) -> Tensor:
         """This rank's rows of K, (b, m) float64. The LM head's form is checked by verl's own log-probabilities."""
         model = causal_model(self.module)
-        check_form(model)
+        check_form(model, type(model).__name__)
         weight, bias = whole_head(model)
         temperature = torch.as_tensor(tu.get(data, "temperature"), dtype=torch.float64).unique()
         if len(temperature) != 1:
