@@ -100,6 +100,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, confi
             state = compute_once(lambda: torch.load(path / "state.pt", map_location="cpu", weights_only=True))
             check(state, config, may_change)
             weights = _weights(model, optimizer)
+            _check_shapes(path, weights["model"])
             with _quietly():
                 dcp.load(weights, checkpoint_id=path / "weights")
         except UNREADABLE as error:
@@ -113,6 +114,15 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, confi
 def _say(line: str) -> None:
     if rank() == 0:
         print(line, file=sys.stderr)
+
+
+def _check_shapes(path: Path, weights: dict) -> None:
+    """UserError unless the checkpoint holds each of these weights in its shape."""
+    saved = dcp.FileSystemReader(path / "weights").read_metadata().state_dict_metadata
+    for name, tensor in weights.items():
+        shape = tuple(getattr(saved.get(f"model.{name}"), "size", ()))
+        if shape != tuple(tensor.shape):
+            raise UserError(f"{path} is of another model: {name} is {shape or 'not'} in it, {tuple(tensor.shape)} here")
 
 
 def check(state: dict, config: dict, may_change: tuple[str, ...]) -> None:

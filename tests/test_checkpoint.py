@@ -114,3 +114,11 @@ def test_another_configuration_is_refused_before_anything_is_changed(tmp_path):
     with pytest.raises(UserError, match="lr is 1.0"):
         checkpoint.load(tmp_path, model, optimizer, CONFIG | {"lr": 2.0}, ("steps",))
     assert equal(model.state_dict(), before)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    save(tmp_path, 10)
+    for model, told in ((torch.nn.Linear(20, 24), r"weight is \(25, 20\) in it, \(24, 20\) here"),
+                        (torch.nn.Sequential(torch.nn.Linear(20, 25)), "0.weight is not in it")):
+        with pytest.raises(UserError, match=f"another model: {told}"):
+            checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters()), CONFIG, ())
