@@ -149,7 +149,7 @@ def evaluate(target, args, output: Path) -> tuple[dict, dict[str, list[list[dict
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     source = models.resolve(target.source)
     tasks = load_tasks(args)
-    backend = choose_backend(args.rollout, gpu=device == "cuda", say=lambda line: print(line, file=sys.stderr))
+    backend = choose_backend(args.rollout, gpu=device == "cuda")
     model, tokenizer = models.load(source, device=device if backend == "transformers" else "cpu", dtype=dtype)
     prompts = {task: {p.id: models.encode_prompt(tokenizer, p.question, p.instruction) for p in problems}
                for task, problems in tasks.items()}

@@ -1,7 +1,7 @@
 """Where SALT helps, does nothing, or hurts: a map of thousands of short runs on the softmax bandit.
 
 Two numbers decide what Eq. 18 does to the advantages: the share of ‖a‖² that P_k keeps, which follows k_t / m, and
-n_eff, from which α_t follows. On a bandit both are dials: the feature dimension D bounds PR and with it k_t; a component
+n_eff, which gives α_t. On a bandit both are dials: the feature dimension D bounds PR and with it k_t; a component
 that the scores of a prompt share lowers n_eff. The third axis is the signal: the verdict on a response is right with
 probability (1 + signal) / 2. In every cell GRPO, SALT and `interpolated` at both scopes train from the same policy with
 the same random numbers. Differences from GRPO are paired by seed, and taken twice: each method at the best of the same
@@ -17,8 +17,8 @@ Glossary
 
 Departures from the paper
     1. The bandit is not in the paper. Plain gradient ascent on the policy gradient, one update per batch, no clipping.
-    2. The learning rate of a method and cell is the best on average over the seeds it is then reported on: a bias upwards
-       that every method has alike.
+    2. The tuned learning rate of a method and cell is the best on average over the seeds it is then reported on: a bias
+       upwards that every method has alike.
 """
 import csv
 import time

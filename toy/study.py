@@ -1,9 +1,9 @@
 """The paper's experiments on the tiny model and the bandit: matched seeds, paired intervals, a verdict for each claim.
 
-    python toy/study.py core             # 24 configurations x 5 seeds, then the report; see README for the hours
+    python toy/study.py core             # 24 configurations x 5 seeds, then the report
     python toy/study.py ablation         # one experiment: redundancy, main, entropy, ablation, fixed-alpha, matched,
                                          # bias, rollouts, cost, regimes
-    python toy/study.py all --full       # everything, over as many sittings as it takes
+    python toy/study.py all              # everything, also what --full adds, over as many sittings as it takes
     python toy/study.py report           # tables, figures and verdicts from what is on disk
 
 Every run is one process, on one thread, with as many side by side as there are cores. A finished run is one line of
@@ -25,9 +25,11 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import sys
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -42,9 +44,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (2025, 2026, 2027, 2028, 2029)
 MATHS = ("salt/advantages.py", "salt/geometry.py", "salt/stats.py")
 MODEL = ("salt/models.py", "salt/proxy.py", "salt/reward.py", "salt/rollout.py", "toy/arithmetic.py")
-DECIDES = {"train": ("train.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py", "salt/metrics.py", *MATHS, *MODEL),
-           "redundancy": ("toy/cancellation.py", *MATHS, *MODEL),
-           "regimes": ("toy/bandit.py", "toy/regimes.py", *MATHS)}
+DECIDES = {"train": ("train.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py", "salt/metrics.py", *MATHS,
+                     *MODEL),
+           "redundancy": ("toy/cancellation.py", "toy/redundancy.py", *MATHS, *MODEL),
+           "regimes": ("toy/bandit.py", "toy/regimes.py", "salt/advantages.py", "salt/stats.py")}
 
 # ---------------------------------------------------------------------------- what there is to run
 
@@ -56,7 +59,7 @@ SIZES = {
     "quick": TINY | {"batch_size": 16, "mini_batch": 8, "gen_batch": 24, "steps": 6, "eval_every": 6, "eval_limit": 48,
                      "lr": 3e-4},
     "smoke": TINY | {"batch_size": 4, "mini_batch": 2, "gen_batch": 8, "group_size": 4, "steps": 2, "eval_every": 2,
-                     "eval_limit": 4, "eval_samples": 4, "lr": 3e-4},
+                     "eval_limit": 4, "eval_samples": 4, "lr": 3e-4, "max_gen_batches": 99},
 }
 SEEDS_OF = {"standard": SEEDS, "quick": SEEDS[:3], "smoke": SEEDS[:2]}
 HARD_FLAGS = {"dataset": "arith-hard", "max_prompt": 24, "max_response": 96}
@@ -188,7 +191,7 @@ class Job:
         """What decides the numbers: flags that cost only time are left out."""
         free = ("workers", "samples_every", "save_every", "micro_batch")
         decided = {k: v for k, v in self.flags.items() if k not in free}
-        said = [self.kind, decided, dataclasses.asdict(self.warm), self.code]
+        said = [self.kind, self.seed, decided, dataclasses.asdict(self.warm), self.code]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -258,16 +261,21 @@ def short(value):
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def arguments(job: Job, model: str, folder: Path) -> list[str]:
+    """The command line of train.py."""
+    found = ["--model", model, "--seed", str(job.seed), "--output", str(folder)]
+    for name, value in job.flags.items():
+        flag = name.replace("_", "-")
+        found += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return found
+
+
 def train_cell(job: Job, folder: Path) -> dict:
     """One run of train.py -> its curves, one list per key of KEPT over steps 0, 1, … (None: not measured)."""
     import train
     warm = job.warm
     model = "tiny" if warm == WarmStart(seed=job.seed) else str(warm_start(warm))
-    arguments = ["--model", model, "--seed", str(job.seed), "--output", str(folder)]
-    for name, value in job.flags.items():
-        flag = name.replace("_", "-")
-        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    train.main(arguments)
+    train.main(arguments(job, model, folder))
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = f"eval_pass@{job.flags.get('eval_samples', 8)}"                      # smoke draws fewer than 8
     for record in records:
@@ -280,25 +288,9 @@ def train_cell(job: Job, folder: Path) -> dict:
 
 
 def redundancy_of(job: Job, folder: Path) -> dict:
-    """The warm start's rollouts in groups of G = 2 … 256 (Fig. 2b), and what SALT would make of them, both scopes."""
-    import torch
-
-    from salt.advantages import reweight, scope_blocks
-    from toy.cancellation import language_model_groups, scaling_row
-    sizes = [2 ** power for power in range(1, 9) if 2 ** power <= job.flags["budget"] // 2]
-    table = []
-    for size, gram, a in language_model_groups(str(warm_start(job.warm)), job.flags["budget"], sizes, job.seed):
-        row = {k: short(v) for k, v in scaling_row(size, gram, a).items() if isinstance(v, (int, float))}
-        for scope in ("mini-batch", "group"):
-            new = reweight(gram, a, scope_blocks(scope, len(a), size))
-            mixed = torch.repeat_interleave(new.alpha, len(a) // len(new.alpha)) * new.exploration
-            main, rest = new.main.square().sum(), mixed.square().sum()
-            row |= {f"{scope} alpha": short(new.alpha.mean().item()),
-                    f"{scope} rank_share": short(new.rank.sum().item() / len(a)),
-                    f"{scope} kept": short((main / a.square().sum().clamp_min(1e-30)).item()),
-                    f"{scope} exploration": short((rest / (main + rest).clamp_min(1e-30)).item())}
-        table.append(row)
-    return {"table": table}
+    from toy import redundancy
+    table = redundancy.measure(str(warm_start(job.warm)), job.flags["budget"], job.seed)
+    return {"table": [{name: short(value) for name, value in row.items()} for row in table]}
 
 
 def work(job: Job, folder: Path) -> dict:
@@ -320,6 +312,17 @@ def work(job: Job, folder: Path) -> dict:
             "seconds": round(time.perf_counter() - started, 1)} | found
 
 
+def end_with_the_study() -> None:
+    """In a worker: end when the study does, even if it is killed. A worker that waits for work would stay for good."""
+    study = multiprocessing.parent_process()
+
+    def watch() -> None:
+        multiprocessing.connection.wait([study.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run_all(jobs: list[Job], results: Results, processes: int, say=print) -> list[str]:
     """Every job that is not on disk, `processes` at a time. Returns what failed; the others are done all the same."""
     left = [job for job in jobs if job not in results]
@@ -328,7 +331,7 @@ def run_all(jobs: list[Job], results: Results, processes: int, say=print) -> lis
         return []
     started, failed, done = time.perf_counter(), [], 0
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_the_study) as pool:
         say("warm starts, where they are not cached")
         list(pool.map(warm_start, dict.fromkeys(job.warm for job in left)))
         waiting = {pool.submit(work, job, results.path.parent / "work" / job.key): job for job in left}
@@ -356,7 +359,8 @@ def outcome(row: dict) -> str:
     if "failed" in row:
         return f"FAILED, {row['failed']}"
     accuracy = [value for value in row.get("curves", {}).get("eval_avg", ()) if value is not None]
-    return (f"avg@8 {100 * accuracy[0]:.1f} -> {100 * accuracy[-1]:.1f} %, " if accuracy else "") + f"{row['seconds']} s"
+    gained = f"avg@8 {100 * accuracy[0]:.1f} -> {100 * accuracy[-1]:.1f} %, " if accuracy else ""
+    return f"{gained}{row['seconds']} s"
 
 
 # ---------------------------------------------------------------------------- program
@@ -365,15 +369,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="The paper's experiments with five matched seeds on the tiny model and the bandit.")
     parser.add_argument("what", metavar="WHAT", help=f"core, all, report, or one of {', '.join(EXPERIMENTS)}")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="three seeds, few steps: at most 10 minutes for core")
-    size.add_argument("--smoke", action="store_true", help="two seeds, two steps of a model that knows nothing")
+    size.add_argument("--quick", action="store_true", help="three seeds, six steps: some minutes for core")
+    size.add_argument("--smoke", action="store_true", help="two seeds, two steps: does it run at all?")
     parser.add_argument("--full", action="store_true", help="also what the core leaves out")
     parser.add_argument("--methods", help="only these, separated by commas")
     parser.add_argument("--seeds", help="only these, separated by commas")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs side by side, one thread each")
     parser.add_argument("--output", type=Path, help="folder of results (default runs/study, runs/study-quick, …)")
-    parser.add_argument("--any-code", action="store_true", help="report results of another version of the code too, if "
-                        "all of an experiment's are of one version")
+    parser.add_argument("--any-code", action="store_true", help="report the results of whichever version of the code "
+                        "has most of them, instead of the present one's")
     options = parser.parse_args(argv)
     if options.what not in ("core", "all", "report", *EXPERIMENTS):
         raise UserError(f"unknown experiment {options.what!r}: core, all, report, {', '.join(EXPERIMENTS)}")
@@ -381,6 +385,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in options.methods or ():
         if name not in CELLS:
             raise UserError(f"unknown method {name!r}: one of {', '.join(CELLS)}")
+    options.full |= options.what == "all"
     options.size = "quick" if options.quick else "smoke" if options.smoke else "standard"
     try:
         options.seeds = [int(seed) for seed in options.seeds.split(",")] if options.seeds else SEEDS_OF[options.size]
@@ -426,8 +431,10 @@ def main(argv: list[str] | None = None) -> int:
             regimes.run(size, options.output / "regimes.csv", code["regimes"])
     elif not options.output.is_dir():
         raise UserError(f"{options.output} holds no results: run `python toy/study.py core` first, or name --output")
-    from toy import study_report
-    print(study_report.write(options.output, Results(options.output).rows, code, options.any_code))
+    from toy import study_figures, study_report
+    found = study_report.gather(options.output, Results(options.output).rows, code, options.any_code)
+    study_figures.draw(found, options.output)
+    print(study_report.write(found, options.output))
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""What toy/study.py measured, as tables beside the paper's values, figures, and a verdict for each of its claims.
+"""What toy/study.py measured, as tables beside the paper's values, with a verdict for each of its claims.
 
 Intervals are 95 %. Over five seeds a percentile bootstrap, which the paper uses, covers about 84 %: Student's t decides
 the verdicts and the bootstrap stands beside it. Differences are paired by seed. "Late" is the mean over the last fifth
@@ -8,8 +8,8 @@ of a run. A verdict is
     does not hold                     it lies on the other side
     cannot be tested at this size     it contains 0: this many seeds of this length cannot tell
 
-Departures from the paper: values of a 0.5 M parameter model stand beside values of a 1.5B or 7B model. The claims can be
-compared, the numbers cannot.
+Departures from the paper: values of a 0.5 M parameter model stand beside values of a 1.5B or 7B model. The claims can
+be compared, the numbers cannot.
 """
 import csv
 import math
@@ -22,10 +22,14 @@ from typing import Callable, Iterator
 from salt.errors import UserError
 from salt.stats import mean_interval, paired_bootstrap
 from toy import regimes
-from toy.study import ALPHAS, COMPONENTS, EXPERIMENTS, GROUP_SIZES, MAIN, NULLS, REGULARIZERS
+from toy.redundancy import SCOPES
+from toy.study import COMPONENTS, EXPERIMENTS, NULLS, REGULARIZERS
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be tested at this size"
 NOT_RUN = "not run"
+MAP_NOTE = ("Every cell is a contextual bandit (toy/regimes.py); k_t/m and n_eff are means over its own run. At 95 % "
+            "one interval in twenty misses by chance: of 240, six on either side. At one learning rate a smaller a' is "
+            "also a smaller step; at the tuned rates that is made up for.")
 
 
 # ---------------------------------------------------------------------------- metrics of one run
@@ -66,7 +70,8 @@ def geometry_share(row: dict) -> float:
 
 METRICS: dict[str, tuple[Callable[[dict], float], str]] = {               # heading -> (of a run, format)
     "avg@8 %": (last("eval_avg", 100), ".1f"), "pass@8 %": (last("eval_pass@8", 100), ".1f"),
-    "entropy": (late("entropy"), ".3f"), "PR": (late("pr_total"), ".2f"), "n_eff": (late("n_eff", "n_eff_total"), ".2f"),
+    "entropy": (late("entropy"), ".3f"), "PR": (late("pr_total"), ".2f"),
+    "n_eff": (late("n_eff", "n_eff_total"), ".2f"),
     "alpha_t": (whole("alpha"), ".2f"), "k_t/m": (late("rank_share"), ".3f"), "D_a": (late("d_a"), ".2f"),
     "D_g": (late("d_g"), ".2f"), "U_perp gain": (late("u_perp_gain"), ".2f"),
     "no signal": (late("no_signal_share"), ".2f"), "clip fraction": (whole("clip_fraction"), ".1e"),
@@ -80,7 +85,8 @@ COLUMNS = {
     "bias": ("D_a", "D_g", "n_eff", "U_perp gain", "k_t/m", "no signal", "avg@8 %"),
     "rollouts": ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t", "clip fraction"), "cost": ("s/step", "geometry %"),
 }
-COMPARED = {"ablation": "grpo+salt", "fixed-alpha": "grpo+salt", "matched": "grpo+salt"}      # else the base algorithm
+AGAINST_SALT = ("ablation", "fixed-alpha", "matched")                                    # others: the base algorithm
+DIFFERENCE = {"matched": "n_eff", "bias": "n_eff", "redundancy": "n_eff"}                  # others: the first column
 PAPER: dict[str, dict[str, dict[str, float]]] = {
     # Averages over five benchmarks, DeepSeek-Distill-Qwen-1.5B on MATH-TRAIN (tables rq2 and app_ablation).
     "main": {"grpo": (51.2, 75.4), "grpo+salt": (53.7, 78.1), "dapo": (51.6, 75.8), "dapo+salt": (53.1, 77.0)},
@@ -153,13 +159,13 @@ class Runs:
     def table(self, size: int, name: str) -> dict[int, float]:
         """seed -> a column of the redundancy table at group size `size`."""
         return {seed: row["table"][i][name] for seed, row in self.by.get("redundancy", {}).items()
-                for i in range(len(row["table"])) if row["table"][i]["G"] == size}
+                for i in range(len(row["table"])) if row["table"][i]["G"] == size and name in row["table"][i]}
 
 
 def base_of(experiment: str, cell: str) -> str:
     """What a method is compared with: the base algorithm under the same conditions, or full SALT."""
-    if experiment in COMPARED:
-        return COMPARED[experiment]
+    if experiment in AGAINST_SALT:
+        return cell.split("+")[0] + "+salt" + ("@group" if cell.endswith("@group") else "")
     prefix, rest = ("hard ", cell[5:]) if cell.startswith("hard ") else ("", cell)
     method, _, condition = rest.partition(" ")
     condition = f" {condition}" if condition and condition != "sum" else ""
@@ -173,12 +179,13 @@ def markdown(lines: list[list[str]]) -> list[str]:
 
 
 def experiment_table(name: str, runs: Runs) -> list[list[str]]:
-    """One line per method: ours with the interval, the difference from its base, the paper's value in brackets."""
+    """One line per method: ours with the interval (the paper's value), the paired difference from its base."""
     columns = COLUMNS[name]
-    lines = [["method", "seeds", *columns, f"Δ {columns[0]}", "bootstrap"]]
+    compared = DIFFERENCE.get(name, columns[0])
+    lines = [["method", "seeds", *columns, f"Δ {compared}", "bootstrap", "against"]]
     for cell in EXPERIMENTS[name].methods(full=True):
         if cell not in runs.by:
-            lines.append([cell, NOT_RUN] + ["–"] * (len(columns) + 2))
+            lines.append([cell, NOT_RUN] + ["–"] * (len(columns) + 3))
             continue
         paper = PAPER.get(name, {}).get(cell, {})
         texts = []
@@ -186,10 +193,11 @@ def experiment_table(name: str, runs: Runs) -> list[list[str]]:
             form = METRICS[metric][1]
             texts.append(runs.measure(cell, metric).text(form) + (f" ({paper[metric]:g})" if metric in paper else ""))
         base = base_of(name, cell)
-        change = NOTHING if base == cell else runs.compare(cell, base, columns[0])
-        form = METRICS[columns[0]][1]
+        change = NOTHING if base == cell else runs.compare(cell, base, compared)
+        form = METRICS[compared][1]
         texts += [change.text(form, signed=True),
-                  f"[{change.bootstrap[0]:+{form}}, {change.bootstrap[1]:+{form}}]" if change.seeds > 1 else "–"]
+                  f"[{change.bootstrap[0]:+{form}}, {change.bootstrap[1]:+{form}}]" if change.seeds > 1 else "–",
+                  base if change.seeds else "–"]
         lines.append([cell, str(len(runs.by[cell])), *texts])
     return lines
 
@@ -197,8 +205,8 @@ def experiment_table(name: str, runs: Runs) -> list[list[str]]:
 def redundancy_table(runs: Runs) -> list[list[str]]:
     """The warm start's rollouts in groups of G, means over seeds."""
     names = {"signal": ".2f", "r_in": ".2f", "pr_in": ".2f", "pr_total": ".2f", "n_eff_in_signal": ".2f",
-             "n_eff_out": ".2f", "n_eff_total": ".2f", "mini-batch alpha": ".2f", "group alpha": ".2f",
-             "mini-batch kept": ".2f", "group kept": ".2f", "mini-batch exploration": ".2f", "group exploration": ".2f"}
+             "n_eff_out": ".2f", "n_eff_total": ".2f"} | {
+        f"{scope} {name}": ".2f" for name in ("alpha", "kept", "exploration", "d_a") for scope in SCOPES}
     sizes = sorted({row["G"] for found in runs.by.get("redundancy", {}).values() for row in found["table"]})
     lines = [["G", *names, "1 − κ"]]
     for size in sizes:
@@ -285,7 +293,8 @@ def verdicts(runs: Runs) -> list[list[str]]:
     for base, paper in (("grpo", 0.24), ("dapo", 0.17)):
         for scope in ("", "@group"):
             found = runs.measure(f"{base}+salt{scope}", "D_a")
-            told = NOT_RUN if not found.seeds else HOLDS if found.low <= paper <= found.high else FAILS
+            inside = HOLDS if found.low <= paper <= found.high else FAILS
+            told = NOT_RUN if not found.seeds else inside if found.seeds > 1 else OPEN
             lines.append([f"D_a = {paper} ({base}+salt{scope})", f"D_a = {found.text('.2f')}", told])
     for base in ("grpo", "dapo"):
         changes(f"(ours) interpolated does not lose to {base}", f"{base}+interpolated", base, "avg@8 %")
@@ -305,118 +314,6 @@ def proxy_line(path: Path) -> list[str]:
             "`toy/results/fidelity.md`", HOLDS if cosine > 0.8 else FAILS]
 
 
-# ---------------------------------------------------------------------------- figures
-
-def mean_curve(runs: Runs, cell: str, name: str, otherwise: str | None = None) -> tuple[list[int], list[float]]:
-    """Steps and the mean over seeds of the curve there."""
-    points: dict[int, list[float]] = {}
-    for row in runs.by.get(cell, {}).values():
-        values = row["curves"].get(name) or row["curves"].get(otherwise or name) or []
-        for step, value in zip(row["steps"], values):
-            if value is not None:
-                points.setdefault(step, []).append(value)
-    return [*points], [fmean(values) for values in points.values()]
-
-
-def draw_dynamics(runs: Runs, cells: tuple[str, ...], path: Path) -> None:
-    """Accuracy, entropy, PR, n_eff of the update against the step, means over seeds."""
-    from toy.cancellation import new_figure
-    figure, axes = new_figure(1, 4, (17, 4))
-    names = (("eval_avg", None, "avg@8"), ("entropy", None, "entropy (nats per token)"),
-             ("pr_total", None, "PR"), ("n_eff", "n_eff_total", "n_eff of the update"))
-    for axis, (name, otherwise, title) in zip(axes, names):
-        for cell in cells:
-            if cell in runs.by:
-                axis.plot(*mean_curve(runs, cell, name, otherwise), label=cell, lw=1.3)
-        axis.set(title=title, xlabel="step")
-    axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-
-
-def draw_redundancy(runs: Runs, path: Path) -> None:
-    """Fig. 2: redundancy through training, and with the group size at a fixed number of responses."""
-    from toy.cancellation import new_figure
-    figure, (above, below) = new_figure(2, 4, (17, 7.5))
-    for axis, (name, title) in zip(above, (("r_in", "r within groups"), ("pr_in", "PR within groups"),
-                                           ("n_eff_in_signal", "n_eff within groups with a signal"),
-                                           ("n_eff_out", "n_eff across prompts"))):
-        for cell in ("grpo", "dapo"):
-            axis.plot(*mean_curve(runs, cell, name), label=cell)
-        axis.set(title=title, xlabel="step")
-    above[0].legend()
-    sizes = sorted({row["G"] for found in runs.by.get("redundancy", {}).values() for row in found["table"]})
-    lines = (("r_in", "r_total"), ("pr_in", "pr_total"), ("n_eff_in_signal",), ("mini-batch alpha", "group alpha"))
-    for axis, names in zip(below, lines):
-        for name in names:
-            axis.plot(sizes, [fmean(runs.table(size, name).values()) for size in sizes], "o-", label=name)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel("group size G")
-    below[2].plot(sizes, [fmean(rho * size / (size - 1) for rho in runs.table(size, "rho").values()) for size in sizes],
-                  "k--", label="1 − κ, the prediction")
-    for axis in below:
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def draw_plane(runs: Runs, path: Path) -> None:
-    """PR against n_eff of the update, late in training; and the adaptive α_t by group size beside fixed ones."""
-    from toy.cancellation import new_figure
-    figure, (plane, trace, fixed) = new_figure(1, 3, (16, 4.6))
-    for cell in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", *(f"grpo+{name}" for name in COMPONENTS)):
-        x, y = runs.measure(cell, "PR"), runs.measure(cell, "n_eff")
-        if x.seeds:
-            plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="o", label=cell, lw=0.8)
-    plane.set(title="late in training", xlabel="PR", ylabel="n_eff of the update")
-    plane.legend(fontsize=7)
-    for cell in ("grpo+salt", *(f"grpo+salt G={size}" for size in GROUP_SIZES), "grpo+salt@group"):
-        if cell in runs.by:
-            trace.plot(*mean_curve(runs, cell, "alpha"), label=cell, lw=1.2)
-    trace.set(title="adaptive α_t", xlabel="step")
-    trace.legend(fontsize=7)
-    for scope in ("", "@group"):
-        found = [(alpha, runs.measure(f"grpo+alpha={alpha:g}{scope}", "avg@8 %")) for alpha in ALPHAS]
-        found = [(alpha, value) for alpha, value in found if value.seeds]
-        if found:
-            fixed.errorbar([a for a, _ in found], [v.mean for _, v in found], yerr=[_half(v) for _, v in found],
-                           fmt="o-", label=f"fixed α{scope}")
-        full = runs.measure(f"grpo+salt{scope}", "avg@8 %")
-        if full.seeds:
-            fixed.axhline(full.mean, ls="--", lw=1, color="k", label=f"adaptive{scope}")
-    fixed.set(title="fixed α against the adaptive one", xlabel="α", ylabel="avg@8 %")
-    fixed.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-
-
-def _half(value: Interval) -> float:
-    return (value.high - value.low) / 2 if value.seeds > 1 else 0.0
-
-
-def draw_map(rows: list[dict], kind: str, path: Path) -> None:
-    """Difference from GRPO over the grid, one panel per signal and method; grey text where the interval contains 0."""
-    from toy.cancellation import new_figure
-    signals = sorted({row["signal"] for row in rows}, reverse=True)
-    dimensions, cosines = (sorted({row[name] for row in rows}) for name in ("dimension", "cosine"))
-    figure, axes = new_figure(len(signals), len(regimes.METHODS) - 1, (18, 3.3 * len(signals) + 0.5))
-    limit = max(max(abs(row[f"{kind}_delta"]) for row in rows), 1e-3)
-    for axis, (signal, method, own) in zip(axes.flat, panels(rows)):
-        values = [[math.nan] * len(dimensions) for _ in cosines]
-        for row in own:
-            i, j = cosines.index(row["cosine"]), dimensions.index(row["dimension"])
-            values[i][j] = row[f"{kind}_delta"]
-            same = verdict_of_cell(row, kind) == "no difference"
-            half = (row[f"{kind}_high"] - row[f"{kind}_low"]) / 2
-            axis.text(j, i, f"{values[i][j]:+.3f}\n±{half:.3f}\nk/m {row['rank_share']:.2f}\nn {row['n_eff']:.2f}",
-                      ha="center", va="center", fontsize=6.5, color="0.4" if same else "k",
-                      weight="normal" if same else "bold")
-        image = axis.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, origin="lower", aspect="auto", alpha=0.75)
-        axis.grid(False)
-        axis.set_xticks(range(len(dimensions)), [f"{d:g}" for d in dimensions])
-        axis.set_yticks(range(len(cosines)), [f"{c:g}" for c in cosines])
-        axis.set(title=f"{method}, signal {signal:g}", xlabel="feature dimension D", ylabel="shared part (cosine)")
-    figure.colorbar(image, ax=list(axes.flat), label=f"expected reward minus GRPO's ({kind} rate)", shrink=0.8)
-    figure.savefig(path, dpi=110)
-
-
 # ---------------------------------------------------------------------------- everything
 
 def of_one_version(rows: list[dict], code: dict[str, str], any_code: bool) -> list[dict]:
@@ -431,56 +328,65 @@ def of_one_version(rows: list[dict], code: dict[str, str], any_code: bool) -> li
     return kept
 
 
-def write(folder: Path, rows: list[dict], code: dict[str, str], any_code: bool = False) -> Path:
-    """study.md, study.csv and the figures in `folder`, from its runs.jsonl and regimes.csv. Returns study.md's path."""
+@dataclass(frozen=True)
+class Gathered:
+    """What a report is made of."""
+    runs: Runs
+    rows: list[dict]                             # of one version and one size
+    left_out: int                                # rows of other versions or sizes
+    map_rows: list[dict]
+
+
+def gather(folder: Path, rows: list[dict], code: dict[str, str], any_code: bool = False) -> Gathered:
+    """From runs.jsonl's rows and the folder's regimes.csv. UserError where nothing of this version is there."""
     own = of_one_version(rows, code, any_code)
     map_rows = regimes.read(folder / "regimes.csv", None if any_code else code["regimes"])
     if not own and not map_rows:
         other = f" ({len(rows)} runs of other code: --any-code reports them)" if rows else ""
         raise UserError(f"{folder} holds no results of this version of the code{other}: "
                         "run `python toy/study.py core` first")
-    sizes = Counter(row["size"] for row in own)
-    own = [row for row in own if row["size"] == sizes.most_common(1)[0][0]]                 # sizes are never mixed
-    runs = Runs(own)
-    text = ["# The study\n", __doc__.split("\n\n", 1)[1].split("\n\nDepartures")[0] + "\n", *facts(own, rows)]
+    sizes = Counter(row["size"] for row in own).most_common(1)
+    own = [row for row in own if row["size"] == sizes[0][0]]                                # sizes are never mixed
+    return Gathered(Runs(own), own, len(rows) - len(own), map_rows)
+
+
+def write(found: Gathered, folder: Path) -> Path:
+    """study.md and study.csv in `folder`. Returns the former's path."""
+    runs, map_rows = found.runs, found.map_rows
+    text = ["# The study\n", __doc__.split("\n\n", 1)[1].split("\n\nDepartures")[0] + "\n", *facts(found)]
     text += ["\n## Verdicts\n", "`python toy/study.py core`, then `python toy/study.py report`\n",
              *markdown(verdicts(runs) + [proxy_line(Path(__file__).parent / "results" / "fidelity.csv")])]
     for name, experiment in EXPERIMENTS.items():
         if name == "regimes":
             continue
-        text += [f"\n## {experiment.title}\n", f"`python toy/study.py {name}` (with `--full`: the rows marked {NOT_RUN} "
-                 f"too; one cell: `--methods METHOD --seeds SEED`)\n", *markdown(experiment_table(name, runs))]
+        text += [f"\n## {experiment.title}\n", f"`python toy/study.py {name}` (with `--full`: the rows marked "
+                 f"{NOT_RUN} too; one cell: `--methods METHOD --seeds SEED`)\n",
+                 *markdown(experiment_table(name, runs))]
         if name == "redundancy" and "redundancy" in runs.by:
             text += ["\nThe warm start's rollouts in groups of G:\n", *markdown(redundancy_table(runs))]
-    text += ["\n## Where SALT helps: the map\n", "`python toy/study.py regimes`\n"]
+    text += [f"\n## {EXPERIMENTS['regimes'].title}\n", "`python toy/study.py regimes`\n", MAP_NOTE]
     for kind in ("tuned", "same") if map_rows else ():
         what = "each method at its best learning rate" if kind == "tuned" else "all at one learning rate"
         text += [f"\nReward minus GRPO's, {what} ({len(map_rows) // len(regimes.METHODS)} cells, "
                  f"{map_rows[0]['seeds']:g} seeds each):\n", *markdown(regimes_table(map_rows, kind))]
-        draw_map(map_rows, kind, folder / f"regimes_{kind}.png")
-    if not map_rows:
-        text.append(NOT_RUN)
-    if own:
-        draw_dynamics(runs, ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated",
-                             *(f"grpo+{name}" for name in REGULARIZERS)), folder / "dynamics.png")
-        draw_redundancy(runs, folder / "redundancy.png")
-        draw_plane(runs, folder / "ablation.png")
+    text += [] if map_rows else [NOT_RUN]
     write_csv(runs, folder / "study.csv")
     target = folder / "study.md"
     target.write_text("\n".join(text) + "\n", encoding="utf-8")
     return target
 
 
-def facts(own: list[dict], rows: list[dict]) -> list[str]:
+def facts(found: Gathered) -> list[str]:
     """Where the numbers come from."""
-    if not own:
+    if not found.rows:
         return []
-    seconds = sum(row["seconds"] for row in own)
-    machines, commits, code = (", ".join(sorted({row[name] for row in own})) for name in ("machine", "commit", "code"))
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in own}))
-    left_out = f"; {len(rows) - len(own)} of other code or another size left out" if len(rows) > len(own) else ""
-    return [f"{len(own)} runs (size {own[0]['size']}, seeds {seeds}{left_out}), {seconds / 3600:.1f} hours of one thread, "
-            f"{seconds / len(own):.0f} s each; {machines}; commit {commits}; code {code}."]
+    seconds = sum(row["seconds"] for row in found.rows)
+    machines, commits, code = (", ".join(sorted({row[name] for row in found.rows}))
+                               for name in ("machine", "commit", "code"))
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in found.rows}))
+    left_out = f"; {found.left_out} of other code or another size left out" if found.left_out else ""
+    return [f"{len(found.rows)} runs (size {found.rows[0]['size']}, seeds {seeds}{left_out}), {seconds / 3600:.1f} "
+            f"hours of one thread, {seconds / len(found.rows):.0f} s each; {machines}; commit {commits}; code {code}."]
 
 
 def write_csv(runs: Runs, path: Path) -> None:
