@@ -319,7 +319,8 @@ def test_real_template_real_rows_and_a_silent_terminal(r1_folder, shared_data, t
     done = command("--model", r1_folder, "--tasks", "gsm8k", "--limit", 4, "--data-dir", shared_data, "--n", 2,
                    "--max-response", 16, "--output", tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert len(done.stdout.splitlines()) == 4, done.stdout
+    sampler, *table = done.stdout.splitlines()
+    assert sampler.startswith("rollouts: transformers") and len(table) == 4, done.stdout
     rows = lines_of(tmp_path / "samples" / "gsm8k-seed2025.jsonl")
     assert len(rows) == 8 and {entry["tokens"] for entry in rows} == {16}
     tokenizer = AutoTokenizer.from_pretrained(r1_folder)
