@@ -31,6 +31,7 @@ from salt import checkpoint, distributed, models
 from salt.advantages import group_advantages, reweight, scope_blocks
 from salt.config import MAY_CHANGE, TINY, Config, parse
 from salt.data import Problem, PromptStream, load_problems, stable_seed
+from salt.diagnose import report as diagnosis
 from salt.errors import UserError, run
 from salt.evaluation import evaluate_problems, summarise
 from salt.geometry import head_gradient_norm
@@ -211,8 +212,11 @@ def build(config: Config, device: torch.device, cleanup: contextlib.ExitStack):
 
 
 def train(config: Config, resume: Path | None, problems: list[Problem], pool, device: torch.device,
-          preempted: list, cleanup: contextlib.ExitStack) -> RunDirectory | None:
-    """The whole run; None when it was stopped on the way (`preempted` has become non-empty) and a checkpoint written."""
+          preempted: list, cleanup: contextlib.ExitStack, diagnose: bool = False) -> RunDirectory | None:
+    """The whole run; None when it was stopped on the way (`preempted` has become non-empty) and a checkpoint written.
+
+    `diagnose`: one batch, no update and no run directory; prints what SALT would do (salt/diagnose.py).
+    """
     test = load_problems(config.eval_dataset or config.dataset, split="test", data_dir=config.data_dir,
                          limit=config.eval_limit) if config.eval_every else []
     model, reference, tokenizer, sampler, gap_limit = build(config, device, cleanup)
@@ -233,7 +237,9 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
     entropy_range, done, stopped = None, 0, False
 
     settings = dataclasses.asdict(config)
-    if resume is None:
+    if diagnose:
+        run_directory = RunDirectory(Path(config.output))
+    elif resume is None:
         run_directory = distributed.compute_once(lambda: RunDirectory.create(Path(config.output), settings))
     else:
         run_directory = RunDirectory(resume)
@@ -260,7 +266,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
                                  seed=stable_seed(config.seed, "evaluation"))
         return {f"eval_{key}": value for key, value in summarise(list(rows), ks=(1, config.eval_samples)).items()}
 
-    print(f"{run_directory.path}: {config.model} on {config.dataset}, {config.algo}"
+    print(f"{'one batch' if diagnose else run_directory.path}: {config.model} on {config.dataset}, {config.algo}"
           f"{f' + SALT ({config.salt}, scope {config.salt_scope})' if config.salt else ''}, "
           f"{distributed.world_size()} x {device.type}")
     if done == 0 and config.eval_every:
@@ -293,7 +299,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
             sampler.sleep()
 
         # ---- score: old and reference log-probabilities, entropy, hidden states; then the rewards
-        measure = bool(config.salt) or config.diagnostics == "on"
+        measure = bool(config.salt) or config.diagnostics == "on" or diagnose
         lengths = rollouts.lengths
         mini_batches = list(torch.arange(len(lengths)).split(config.mini_batch * config.group_size))
         scored, old, frozen = [], [], []                                                   # one entry per mini-batch
@@ -321,6 +327,13 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
 
         # ---- advantage, Gram, reweight: for all mini-batches, at the policy that wrote the responses   Alg. 1, l.2-9
         advantages = group_advantages(rewards).flatten()                                                  # Eq. 2, 12
+        if diagnose:
+            members = mini_batches[0]
+            gram = form_gram(config, head, scored[0], len(members), step)
+            print(diagnosis(gram, advantages[members], config.group_size, scope=config.salt_scope,
+                            generator=torch.Generator().manual_seed(config.seed), rank_scale=config.rank_scale,
+                            rank_max=config.rank_max, below_full=config.rank_below_full))
+            return None
         coefficients, geometry, grams = advantages.clone(), [], []
         for index, members in enumerate(mini_batches if measure else ()):
             def reweighted_once():
@@ -441,11 +454,13 @@ def sigterm_noted():
 
 def main(argv: list[str] | None = None, pool=None) -> int:
     """`pool`: anything with RewardPool's submit, restarts and timeouts, to train on another reward."""
-    config, resume, hardware = parse(argv)
-    if hardware:
+    config, resume, asked = parse(argv)
+    if asked.plan:
         if os.environ.get("RANK", "0") == "0":
-            print(plan(config, **hardware))
+            print(plan(config, **asked.plan))
         return 0
+    if asked.diagnose:
+        config, resume = dataclasses.replace(config, eval_every=0, tracker=None), None
     if config.tracker:
         check_tracker(config.tracker)
     with contextlib.ExitStack() as stack:
@@ -466,7 +481,7 @@ def main(argv: list[str] | None = None, pool=None) -> int:
         pool = pool or stack.enter_context(RewardPool(problems[0].kind, config.workers, config.reward_timeout,
                                                       allow_weak_sandbox=config.allow_weak_sandbox))
         try:
-            run_directory = train(config, resume, problems, pool, device, preempted, stack)
+            run_directory = train(config, resume, problems, pool, device, preempted, stack, asked.diagnose)
         except RuntimeError as error:
             if not distributed.is_lost_process(error):
                 raise

@@ -11,6 +11,7 @@ import time
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 from salt import models
 from salt.advantages import VARIANTS
@@ -117,12 +118,14 @@ def scope(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
-def parse(argv: list[str] | None) -> tuple[Config, Path | None, dict | None]:
-    """The settled configuration, the run directory to go on with (--resume), and the hardware to plan for (--plan)."""
+def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]:
+    """The settled configuration, the run directory to go on with (--resume), and what is asked for instead of training:
+    `plan`, the hardware to plan for or None, and `diagnose`."""
     parser = Parser(description="GRPO and DAPO with SALT. Defaults are Table 4 of the paper; the tiny model has its "
                     f"own: {', '.join(f'{name} {value}' for name, value in TINY.items())}.")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and load nothing")
+    parser.add_argument("--diagnose", action="store_true", help="draw one batch, say what SALT would do to it, and stop")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="to plan for (default 8)")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of each (default 80)")
     for item in dataclasses.fields(Config):
@@ -137,7 +140,7 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, dict | None]:
                             help=(item.metadata["help"] + default).replace("%", "%%"))
     given = vars(parser.parse_args(argv))
     resume, hardware = given.pop("resume"), {name: given.pop(name) for name in ("gpus", "gpu_memory")}
-    planned = given.pop("plan")
+    planned, diagnose = given.pop("plan"), given.pop("diagnose")
     if min(hardware.values()) <= 0:
         raise UserError(f"--gpus {hardware['gpus']} and --gpu-memory {hardware['gpu_memory']}: more than 0")
     if resume is None:
@@ -150,7 +153,7 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, dict | None]:
                             f"{recorded.get(changed[0])!r} there, not {given[changed[0]]!r}")
         config = Config(**recorded | {k: v for k, v in given.items() if k in MAY_CHANGE})
     validate(config)
-    return config, resume, hardware if planned else None
+    return config, resume, SimpleNamespace(plan=hardware if planned else None, diagnose=diagnose)
 
 
 def settle(given: dict) -> Config:

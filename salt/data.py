@@ -1,7 +1,7 @@
 r"""Data sets: where their rows come from, what is asked and what the verifier compares with.
 
     name      question             gold                         kind
-    arith     toy/arithmetic.py    the sum                      math
+    arith, arith-hard: toy/arithmetic.py, the sum               math
     gsm8k     question             after "#### ", no commas     math
     math500   problem              answer                       math
     math      problem              last box of the solution     math
@@ -53,6 +53,7 @@ DAPO_WRAPPER = ("Solve the following math problem step by step. The last line of
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 NAMED = 12                            # ids that a message lists; 11 of MATH-train's golds cannot be parsed
 ARITH_SIZES = {"train": 2048, "test": 256}
+ARITH_DIGITS = {"arith": (2, 3, 4), "arith-hard": (4, 5, 6)}            # of the longer number: levels of difficulty
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ SOURCES = {
     "humanevalplus": Source("evalplus/humanevalplus", {"test": "data/test-*.parquet"}, code_tasks.humaneval,
                             kind="code", release="HumanEvalPlus.jsonl.gz", seconds=30.0, memory=2 << 30),
 }
-NAMES = ("arith", *SOURCES)
+NAMES = (*ARITH_DIGITS, *SOURCES)
 INSTRUCTIONS = {"math": INSTRUCTION, "choice": CHOICE_INSTRUCTION, "code": CODE_INSTRUCTION}
 
 
@@ -165,8 +166,8 @@ def load_problems(name: str, *, split: str | None = None, data_dir: str | Path |
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit} of {name}: at least 1")
-    if name == "arith":
-        return _arith(split or "test", seed)[:limit]
+    if name in ARITH_DIGITS:
+        return _arith(name, split or "test", seed)[:limit]
     if name in SOURCES:
         source = SOURCES[name]
         split = split or next(iter(source.files))
@@ -190,12 +191,13 @@ def load_problems(name: str, *, split: str | None = None, data_dir: str | Path |
     return kept
 
 
-def _arith(split: str, seed: int) -> list[Problem]:
+def _arith(name: str, split: str, seed: int) -> list[Problem]:
     if split not in ARITH_SIZES:
-        raise UserError(f"arith has no split {split!r}: it has {', '.join(ARITH_SIZES)}")
+        raise UserError(f"{name} has no split {split!r}: it has {', '.join(ARITH_SIZES)}")
     from toy.arithmetic import problems, question
-    sums = problems(split, ARITH_SIZES[split], seed if split == "train" else 0)      # every run is tested alike
-    return [Problem(f"arith/{a}+{b}", question(a, b), str(a + b), "math", "") for a, b in sums]
+    sums = problems(split, ARITH_SIZES[split], seed if split == "train" else 0,      # every run is tested alike
+                    ARITH_DIGITS[name])
+    return [Problem(f"{name}/{a}+{b}", question(a, b), str(a + b), "math", "") for a, b in sums]
 
 
 def _local_files(name: str, split: str, data_dir: str | Path) -> list[Path]:

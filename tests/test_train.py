@@ -20,7 +20,7 @@ from salt.metrics import RunDirectory
 from salt.reward import RewardPool
 from salt.rollout import Rollouts
 from toy.arithmetic import WarmStart, make_model
-from training import ROOT, Reward, lines, resume, run
+from training import ROOT, SMALL, Reward, lines, resume, run
 
 
 @pytest.fixture(autouse=True)
@@ -332,6 +332,15 @@ def test_sampled_responses_are_written_every_n_steps_and_at_the_end(tiny_folder,
     assert tables == ["step-000002.jsonl", "step-000003.jsonl"]
     row = json.loads((tmp_path / "run" / "samples" / tables[0]).read_text().splitlines()[0])
     assert {"prompt", "completion", "reward", "advantage", "coefficient"} == row.keys() and "=" in row["prompt"]
+
+
+@pytest.mark.parametrize("flags", ["", "--algo dapo --gen-batch 6 --salt --salt-scope group"])
+def test_diagnose_draws_one_batch_and_leaves_nothing(tiny_folder, tmp_path, capsys, updates, flags):
+    main = ["--model", str(tiny_folder), *SMALL, "--output", str(tmp_path / "run"), "--diagnose", *flags.split()]
+    assert train.main(main, pool=Reward()) == 0
+    said = capsys.readouterr().out
+    assert "8 responses in groups of 4" in said and "share of |a|^2 that P_k keeps" in said and "P_k keeps" in said
+    assert not updates and not (tmp_path / "run").exists()
 
 
 # ---- DAPO

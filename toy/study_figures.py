@@ -1,0 +1,130 @@
+"""The figures of toy/study.py: training dynamics, redundancy, the PR-n_eff plane, the map.
+
+Departures from the paper: means over seeds instead of smoothed single runs; the map is ours.
+"""
+import math
+from pathlib import Path
+from statistics import fmean
+
+from toy import regimes
+from toy.cancellation import new_figure
+from toy.study import ALPHAS, COMPONENTS, GROUP_SIZES, REGULARIZERS
+from toy.study_report import Gathered, Interval, Runs, panels, verdict_of_cell
+
+
+def draw(found: Gathered, folder: Path) -> None:
+    """Every figure that there are results for."""
+    runs = found.runs
+    if found.rows:
+        draw_dynamics(runs, ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated",
+                             *(f"grpo+{name}" for name in REGULARIZERS)), folder / "dynamics.png")
+        draw_redundancy(runs, folder / "redundancy.png")
+        draw_plane(runs, folder / "ablation.png")
+    for kind in ("tuned", "same") if found.map_rows else ():
+        draw_map(found.map_rows, kind, folder / f"regimes_{kind}.png")
+
+
+def mean_curve(runs: Runs, cell: str, name: str, otherwise: str | None = None) -> tuple[list[int], list[float]]:
+    """Steps and the mean over seeds of the curve there."""
+    points: dict[int, list[float]] = {}
+    for row in runs.by.get(cell, {}).values():
+        values = row["curves"].get(name) or row["curves"].get(otherwise or name) or []
+        for step, value in zip(row["steps"], values):
+            if value is not None:
+                points.setdefault(step, []).append(value)
+    return [*points], [fmean(values) for values in points.values()]
+
+
+def draw_dynamics(runs: Runs, cells: tuple[str, ...], path: Path) -> None:
+    """Accuracy, entropy, PR, n_eff of the update against the step, means over seeds."""
+    figure, axes = new_figure(1, 4, (17, 4))
+    names = (("eval_avg", None, "avg@8"), ("entropy", None, "entropy (nats per token)"),
+             ("pr_total", None, "PR"), ("n_eff", "n_eff_total", "n_eff of the update"))
+    for axis, (name, otherwise, title) in zip(axes, names):
+        for cell in cells:
+            if cell in runs.by:
+                axis.plot(*mean_curve(runs, cell, name, otherwise), label=cell, lw=1.3)
+        axis.set(title=title, xlabel="step")
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def draw_redundancy(runs: Runs, path: Path) -> None:
+    """Fig. 2: redundancy through training, and with the group size at a fixed number of responses."""
+    figure, (above, below) = new_figure(2, 4, (17, 7.5))
+    for axis, (name, title) in zip(above, (("r_in", "r within groups"), ("pr_in", "PR within groups"),
+                                           ("n_eff_in_signal", "n_eff within groups with a signal"),
+                                           ("n_eff_out", "n_eff across prompts"))):
+        for cell in ("grpo", "dapo"):
+            axis.plot(*mean_curve(runs, cell, name), label=cell)
+        axis.set(title=title, xlabel="step")
+    above[0].legend()
+    sizes = sorted({row["G"] for found in runs.by.get("redundancy", {}).values() for row in found["table"]})
+    lines = (("r_in", "r_total"), ("pr_in", "pr_total"), ("n_eff_in_signal",), ("mini-batch alpha", "group alpha"))
+    for axis, names in zip(below, lines):
+        for name in names:
+            axis.plot(sizes, [fmean(runs.table(size, name).values()) for size in sizes], "o-", label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("group size G")
+    below[2].plot(sizes, [fmean(rho * size / (size - 1) for rho in runs.table(size, "rho").values()) for size in sizes],
+                  "k--", label="1 − κ, the prediction")
+    for axis in below:
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def draw_plane(runs: Runs, path: Path) -> None:
+    """PR against n_eff of the update, late in training; and the adaptive α_t by group size beside fixed ones."""
+    figure, (plane, trace, fixed) = new_figure(1, 3, (16, 4.6))
+    for cell in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", *(f"grpo+{name}" for name in COMPONENTS)):
+        x, y = runs.measure(cell, "PR"), runs.measure(cell, "n_eff")
+        if x.seeds:
+            plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="o", label=cell, lw=0.8)
+    plane.set(title="late in training", xlabel="PR", ylabel="n_eff of the update")
+    for cell in ("grpo+salt", *(f"grpo+salt G={size}" for size in GROUP_SIZES), "grpo+salt@group"):
+        if cell in runs.by:
+            trace.plot(*mean_curve(runs, cell, "alpha"), label=cell, lw=1.2)
+    trace.set(title="adaptive α_t", xlabel="step")
+    for scope in ("", "@group"):
+        found = [(alpha, runs.measure(f"grpo+alpha={alpha:g}{scope}", "avg@8 %")) for alpha in ALPHAS]
+        found = [(alpha, value) for alpha, value in found if value.seeds]
+        if found:
+            fixed.errorbar([a for a, _ in found], [v.mean for _, v in found], yerr=[_half(v) for _, v in found],
+                           fmt="o-", label=f"fixed α{scope}")
+        full = runs.measure(f"grpo+salt{scope}", "avg@8 %")
+        if full.seeds:
+            fixed.axhline(full.mean, ls="--", lw=1, color="k", label=f"adaptive{scope}")
+    fixed.set(title="fixed α against the adaptive one", xlabel="α", ylabel="avg@8 %")
+    for axis in (plane, trace, fixed):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def _half(value: Interval) -> float:
+    return (value.high - value.low) / 2 if value.seeds > 1 else 0.0
+
+
+def draw_map(rows: list[dict], kind: str, path: Path) -> None:
+    """Difference from GRPO over the grid, one panel per signal and method; grey text where the interval contains 0."""
+    signals = sorted({row["signal"] for row in rows}, reverse=True)
+    dimensions, cosines = (sorted({row[name] for row in rows}) for name in ("dimension", "cosine"))
+    figure, axes = new_figure(len(signals), len(regimes.METHODS) - 1, (18, 3.3 * len(signals) + 0.5))
+    limit = max(max(abs(row[f"{kind}_delta"]) for row in rows), 1e-3)
+    for axis, (signal, method, own) in zip(axes.flat, panels(rows)):
+        values = [[math.nan] * len(dimensions) for _ in cosines]
+        for row in own:
+            i, j = cosines.index(row["cosine"]), dimensions.index(row["dimension"])
+            values[i][j] = row[f"{kind}_delta"]
+            same = verdict_of_cell(row, kind) == "no difference"
+            half = (row[f"{kind}_high"] - row[f"{kind}_low"]) / 2
+            axis.text(j, i, f"{values[i][j]:+.3f}\n±{half:.3f}\nk/m {row['rank_share']:.2f}\nn {row['n_eff']:.2f}",
+                      ha="center", va="center", fontsize=6.5, color="0.4" if same else "k",
+                      weight="normal" if same else "bold")
+        image = axis.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, origin="lower", aspect="auto", alpha=0.75)
+        axis.grid(False)
+        axis.set_xticks(range(len(dimensions)), [f"{d:g}" for d in dimensions])
+        axis.set_yticks(range(len(cosines)), [f"{c:g}" for c in cosines])
+        axis.set(title=f"{method}, signal {signal:g}", xlabel="feature dimension D", ylabel="shared part (cosine)")
+    figure.colorbar(image, ax=list(axes.flat), label=f"expected reward minus GRPO's ({kind} rate)", shrink=0.8)
+    figure.savefig(path, dpi=110)
