@@ -413,7 +413,7 @@ def test_kill_at_twenty_random_moments_changes_nothing(tiny_folder, tmp_path):
     (["--model", "org/name", "--temperature", "nan", "--n", "1"], "--temperature nan"),
     (["--model", "org/name", "--temperature", "-1"], "--temperature -1"),
     (["--model", "org/name", "--temperature", "0", "--n", "2"], "greedy"),
-    (["--model", "org/name", "--tasks", "gsm9k"], "unknown data set 'gsm9k': one of arith, gsm8k"),
+    (["--model", "org/name", "--tasks", "gsm9k"], "unknown data set 'gsm9k': one of arith, arith-hard, gsm8k"),
     (["--model", "org/name", "--tasks", "absent.jsonl"], "no data file absent.jsonl"),
     (["--model", "org/name", "--tasks", "gpqa", "--data-dir", "nowhere"], "looked for nowhere/gpqa/test"),
     (["--compare", "a", "b,c"], "as many evaluations on either side"),
