@@ -46,10 +46,19 @@ def _commit() -> str:
     return (head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")) if head.returncode == 0 else "unknown"
 
 
+def command_line(arguments: list[str]) -> list[str]:
+    """The arguments without the folders of absolute paths: results travel, and nobody else has those folders."""
+    shortened = []
+    for argument in arguments:
+        flag, equals, value = argument.rpartition("=")
+        shortened.append(flag + equals + Path(value).name if Path(value).is_absolute() else argument)
+    return shortened
+
+
 def provenance() -> dict:
     """Where a number came from: versions, commit, machine."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "math-verify")}
-    return {"argv": sys.argv, "python": platform.python_version(), "versions": versions, "commit": _commit(),
+    return {"argv": command_line(sys.argv), "python": platform.python_version(), "versions": versions, "commit": _commit(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 

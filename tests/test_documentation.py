@@ -297,3 +297,22 @@ def test_the_readme_reader_reads_commands():
     assert help_call("toy/study.py", ["redundancy", "--quick"]) == ("toy/study.py", "redundancy")
     assert help_call("eval.py", ["--model"]) == ("eval.py",)
     assert accepts("usage: x [--salt-scope S] [--seed N]", "--seed") and not accepts("[--salt-scope S]", "--salt")
+
+
+# ---- nothing that is committed names the machine it was written on
+
+MACHINE_PATH = re.compile(rb"(?<![\w.])/(?:tmp|work|root|home|Users|opt|mnt|var/folders)/[\w.+-]+")
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on():
+    """Results above all: a benchmark records its own command line."""
+    files = [path for folder in ("salt", "toy", "tests", ".ci") for path in (ROOT / folder).rglob("*")]
+    files = [path for path in (*files, *ROOT.glob("*.*")) if path.is_file() and "__pycache__" not in path.parts]
+    assert any(path.suffix == ".json" for path in files)
+    found = {str(path.relative_to(ROOT)): hits for path in files if (hits := MACHINE_PATH.findall(path.read_bytes()))}
+    assert not found
+
+
+def test_a_machine_path_is_seen():
+    assert MACHINE_PATH.search(b'"--python", "' + b"/".join([b"", b"tmp", b"env", b"bin"]) + b'"')
+    assert not MACHINE_PATH.search(b"an empty `/tmp` in memory, ../shared/data, runs/NAME")

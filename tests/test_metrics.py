@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from salt.errors import UserError
-from salt.metrics import RunDirectory, Tracker, check_tracker, sample_table, throughput
+from salt.metrics import RunDirectory, Tracker, check_tracker, command_line, sample_table, throughput
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {"model": "tiny", "lr": 1e-4, "salt": None, "rank_below_full": False}
@@ -125,3 +125,10 @@ def test_tensorboard_reads_back_what_was_logged(run):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
     assert set(events.Tags()["scalars"]) == {"step", "reward", "system/seconds/total"}
+
+
+def test_the_recorded_command_line_names_no_folder_of_this_machine(tmp_path):
+    asked = ["train.py", "--model", str(tmp_path / "model"), f"--output={tmp_path / 'run'}", "--data-dir", "../data",
+             "--lr", "1e-4", "--regularizer=none"]
+    assert command_line(asked) == ["train.py", "--model", "model", "--output=run", "--data-dir", "../data", "--lr",
+                                   "1e-4", "--regularizer=none"]

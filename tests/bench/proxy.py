@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from salt.advantages import salt_advantages                                    # noqa: E402
 from salt.geometry import dominant_rank, dominant_subspace                     # noqa: E402
+from salt.metrics import command_line                                          # noqa: E402
 from salt.proxy import lm_head_gram, token_statistics                          # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -358,7 +359,7 @@ def main() -> None:
         global clock_name
         clock_name = "processor"
         torch.set_num_threads(1)
-    results = dict(argv=sys.argv[1:], clock=clock_name, machine=machine(args.device))
+    results = dict(argv=command_line(sys.argv[1:]), clock=clock_name, machine=machine(args.device))
     if args.shape:
         results["step"] = step_share(args.shape, args.device, args.responses, args.longest)
     else:
