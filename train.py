@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from salt import checkpoint, distributed, models
-from salt.advantages import group_advantages, reweight, scope_blocks
+from salt.advantages import group_advantages, reweight, scope_blocks, with_signal
 from salt.config import MAY_CHANGE, TINY, Config, parse
 from salt.data import Problem, PromptStream, load_problems, stable_seed
 from salt.diagnose import report as diagnosis
@@ -331,6 +331,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
             members = mini_batches[0]
             gram = form_gram(config, head, scored[0], len(members), step)
             print(diagnosis(gram, advantages[members], config.group_size, scope=config.salt_scope,
+                            signal_only=config.salt_signal_only,
                             generator=torch.Generator().manual_seed(config.seed), rank_scale=config.rank_scale,
                             rank_max=config.rank_max, below_full=config.rank_below_full))
             return None
@@ -339,6 +340,8 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
             def reweighted_once():
                 generator = torch.Generator().manual_seed(stable_seed(config.seed, "salt", step, index))
                 blocks = scope_blocks(config.salt_scope, len(members), config.group_size, generator)
+                if config.salt_signal_only:
+                    blocks = with_signal(blocks, advantages[members], config.group_size)
                 return reweight(gram, advantages[members], blocks, config.salt, alpha=config.alpha, entropy=entropy,
                                 entropy_range=entropy_range, rank_max=config.rank_max, rank_scale=config.rank_scale,
                                 below_full=config.rank_below_full, generator=generator)                   # Eq. 13-17

@@ -226,22 +226,39 @@ def scope_blocks(scope: str | int, m: int, group_size: int, generator: torch.Gen
     return [block.sort().values for block in torch.randperm(m, generator=_needed(generator)).split(scope)]
 
 
+def with_signal(blocks: list[Tensor], advantages: Tensor, group_size: int) -> list[Tensor]:
+    """The blocks without the groups whose rewards are all equal; as they are where that is every group.
+
+    advantages: (m,). What is left out shapes neither K nor P_k, and `reweight` gives it a' = 0.
+    """
+    signal = (advantages.view(-1, group_size) != 0).any(1).repeat_interleave(group_size).cpu()            # (m,)
+    return [kept for block in blocks if len(kept := block[signal[block]])] or blocks
+
+
 def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: str = "salt", **options) -> Reweighted:
     """`salt_advantages` on each block of responses (see `scope_blocks`); options as there.
 
-    gram: (m, m), advantages: (m,), blocks: index tensors that partition range(m). A block's own K is the submatrix up
-    to a factor, which neither PR nor n_eff nor the eigenvectors see. Returns vectors (m,), one alpha, rank,
-    participation_ratio, n_eff and finite per block, and a basis (m, Σ rank) whose projector is block-diagonal.
+    gram: (m, m), advantages: (m,), blocks: disjoint index tensors into range(m). A response that is in none of them
+    must have the advantage 0, and gets 0. A block's own K is the submatrix up to a factor, which neither PR nor n_eff
+    nor the eigenvectors see. Returns vectors (m,), one alpha, rank, participation_ratio, n_eff and finite per block,
+    and a basis (m, Σ rank) whose projector is block-diagonal.
     """
-    if gram.shape != (len(advantages), len(advantages)):
+    m = len(advantages)
+    if gram.shape != (m, m):
         raise ValueError(f"gram {tuple(gram.shape)} and advantages {tuple(advantages.shape)} do not agree")
-    if not torch.equal(torch.cat(blocks).sort().values, torch.arange(len(advantages))):
-        raise ValueError(f"the blocks do not partition the {len(advantages)} responses")
+    order = torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.long)
+    times = torch.bincount(order, minlength=m)
+    if not blocks or len(times) > m or times.max() > 1 or advantages.cpu()[times == 0].any():
+        raise ValueError(f"the blocks must hold each of the {m} responses once (those of advantage 0 may be left out)")
     parts = [salt_advantages(gram[b][:, b], advantages[b], variant, **options) for b in blocks]
-    order = torch.cat(blocks).argsort()
+
+    def placed(values: Tensor) -> Tensor:
+        whole = values.new_zeros(m, *values.shape[1:])
+        whole[order.to(values.device)] = values
+        return whole
 
     def vector(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])[order]
+        return placed(torch.cat([getattr(part, name) for part in parts]))
 
     def column(name: str) -> Tensor:
         values = [getattr(part, name) for part in parts]
@@ -249,4 +266,4 @@ def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: st
 
     return Reweighted(vector("coefficients"), vector("main"), vector("exploration"), column("alpha"), column("rank"),
                       column("participation_ratio"), column("n_eff"),
-                      torch.block_diag(*(part.basis for part in parts))[order], column("finite"))
+                      placed(torch.block_diag(*(part.basis for part in parts))), column("finite"))

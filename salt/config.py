@@ -42,6 +42,7 @@ class Config:
     salt_preset: str | None = option(None, "the paper's, or the authors' released code's scope, feature length, rank "
                                      "rule and aggregation together", ("paper", "released-code"))
     salt_scope: str | int | None = option(None, "responses that form one K: mini-batch, group, or a number")
+    salt_signal_only: bool = option(False, "leave groups whose rewards are all equal out of K; their a' is then 0")
     length_norm: str | None = option(None, "feature of a response: mean or sum over its tokens", ("mean", "sum"))
     rank_scale: float = option(1.0, "k_t = round(rank_scale * PR)")
     rank_max: int | None = option(None, "upper end of k_t")

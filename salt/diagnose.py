@@ -22,7 +22,7 @@ Departures from the paper: none of this is in the paper. Scope "group" gives mea
 import torch
 from torch import Tensor
 
-from salt.advantages import reweight, scope_blocks
+from salt.advantages import reweight, scope_blocks, with_signal
 from salt.geometry import effective_sample_size, update_deviation
 
 # The map of toy/study.py regimes: SALT at both scopes in 60 cells of 16 seeds. What it lost to GRPO, in expected reward
@@ -52,11 +52,11 @@ def within_group_cosine(gram: Tensor, group_size: int) -> float:
 
 
 def diagnose(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | int = "mini-batch",
-             generator: torch.Generator | None = None, **rank) -> dict[str, float]:
+             signal_only: bool = False, generator: torch.Generator | None = None, **rank) -> dict[str, float]:
     """The numbers of COLUMNS, and "signal": the share of groups whose rewards differ. gram: (m, m), advantages: (m,).
 
-    scope, and rank (rank_scale, rank_max, below_full): as in `scope_blocks` and `reweight`; generator: for a numeric
-    scope. Means are over the blocks that have a signal. Without any signal, or with a K that is not finite, only
+    scope, and rank (rank_scale, rank_max, below_full): as in `scope_blocks` and `reweight`; signal_only: the groups
+    without a signal stay out of K (`with_signal`); generator: for a numeric scope. Means are over the blocks that have a signal. Without any signal, or with a K that is not finite, only
     "signal" and "finite" are there.
     """
     m = len(advantages)
@@ -65,9 +65,11 @@ def diagnose(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | 
     if signal == 0 or not finite:
         return {"signal": signal, "finite": float(finite)}
     a = advantages.detach().to("cpu", torch.float64)
-    blocks = [block for block in scope_blocks(scope, m, group_size, generator) if a[block].any()]
+    blocks = scope_blocks(scope, m, group_size, generator)
+    if signal_only:
+        blocks = with_signal(blocks, a, group_size)
     found = {name: [] for name in COLUMNS if name not in ("cosine", "d_a")} | {"d_a": []}
-    for block in blocks:
+    for block in (block for block in blocks if a[block].any()):
         part, own = gram[block][:, block], a[block]
         new = reweight(part, own, [torch.arange(len(block))], "salt", **rank)
         found["n_eff"].append(effective_sample_size(part, own))                                           # Eq. 6
@@ -95,10 +97,10 @@ def in_words(found: dict[str, float]) -> list[str]:
 
 
 def report(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | int = "mini-batch",
-           generator: torch.Generator | None = None, **rank) -> str:
+           signal_only: bool = False, generator: torch.Generator | None = None, **rank) -> str:
     """The text that `train.py --diagnose` prints: the asked scope and, beside it, the other of mini-batch and group."""
     other = "group" if scope == "mini-batch" else "mini-batch"
-    found = {name: diagnose(gram, advantages, group_size, scope=name, generator=generator, **rank)
+    found = {name: diagnose(gram, advantages, group_size, scope=name, signal_only=signal_only, generator=generator, **rank)
              for name in (scope, other)}
     lines = [f"{len(advantages)} responses in groups of {group_size}; {found[scope]['signal']:.0%} of the groups have "
              "a signal", f"{'':32}" + "".join(f"{'scope ' + str(name):>18}" for name in found)]

@@ -246,11 +246,16 @@ def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coeffici
                                    | exceeds(residual["bound_signed"], residual["bound"])).sum().item()}
     if reweighted is not None:
         silent = (advantages.view(-1, group_size) == 0).all(1).repeat_interleave(group_size)
-        weight = coefficients.square()
+        of = lambda part, whole: (part.sum() / whole.sum().clamp_min(1e-30)).item()
+        weight, mixed = coefficients.square(), (coefficients - reweighted.main).square()
+        inside = (reweighted.basis.T @ advantages.to(reweighted.basis)).square()                             # P_k a
+        told = reweighted.n_eff > 0                     # a block without a signal has n_eff = 0/0, and no α to speak of
         record |= update_deviation(gram, advantages, coefficients, reweighted.basis)
-        record |= {"alpha": reweighted.alpha.mean().item(), "rank": reweighted.rank.double().mean().item(),
+        record |= {"rank": reweighted.rank.double().mean().item(),
                    "rank_share": reweighted.rank.sum().item() / len(advantages),
-                   "no_signal_share": (weight[silent].sum() / weight.sum().clamp_min(1e-30)).item()}
+                   "kept": of(inside, advantages.double().square()), "exploration": of(mixed, weight),
+                   "no_signal_share": of(weight[silent], weight)}
+        record |= {"alpha": reweighted.alpha[told].mean().item()} if told.any() else {}
     return record
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from salt.advantages import VARIANTS, Reweighted, group_advantages, reweight, salt_advantages, scope_blocks
+from salt.advantages import (VARIANTS, Reweighted, group_advantages, reweight, salt_advantages, scope_blocks,
+                             with_signal)
 from salt.geometry import effective_sample_size, participation_ratio
 
 RANDOM = ("rand-proj", "permuted", "matched-rand-subspace")
@@ -518,6 +519,27 @@ def test_scope_blocks_partition_the_batch():
         assert torch.cat(blocks).sort().values.tolist() == list(range(24))
         assert all(torch.equal(block, block.sort().values) for block in blocks)
     assert [block.tolist() for block in scope_blocks("group", 6, 3)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_groups_without_a_signal_can_stay_out_of_k():
+    _, gram, a = problem(2, prompts=3)
+    a[4:8] = 0                                                         # the second group of four has no signal
+    kept = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+    blocks = with_signal(scope_blocks("mini-batch", 12, 4), a, 4)
+    assert [block.tolist() for block in blocks] == [kept.tolist()]
+    found, alone = reweight(gram, a, blocks), salt_advantages(gram[kept][:, kept], a[kept])
+    assert torch.equal(found.coefficients[kept], alone.coefficients) and not found.coefficients[4:8].any()
+    assert torch.equal(found.basis[kept], alone.basis) and not found.basis[4:8].any()
+    assert found.alpha.tolist() == [alone.alpha] and found.rank.tolist() == [alone.rank]
+    whole = reweight(gram, a, scope_blocks("mini-batch", 12, 4))
+    assert whole.coefficients[4:8].any()                               # what the flag is for: P_k mixes across prompts
+    # By group nothing changes, and without any signal nothing is left out.
+    assert torch.equal(*(reweight(gram, a, b).coefficients for b in (
+        scope_blocks("group", 12, 4), with_signal(scope_blocks("group", 12, 4), a, 4))))
+    assert [len(block) for block in with_signal(scope_blocks(8, 24, 4, seeded(0)), torch.zeros(24), 4)] == [8] * 3
+    a[5] = 1e-3                                                        # a response with an advantage must not be lost
+    with pytest.raises(ValueError, match="each of the 12 responses once"):
+        reweight(gram, a, blocks)
 
 
 def test_mixed_blocks_mix_prompts_and_repeat():

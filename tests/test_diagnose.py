@@ -45,6 +45,17 @@ def test_group_scope_averages_over_groups_with_a_signal():
         {k: alone[k] for k in COLUMNS if k != "cosine"})
 
 
+def test_groups_without_a_signal_can_stay_out_of_k():
+    gram, a = batch(0.7)
+    a = a.clone()
+    a[8:32] = 0
+    rest = [*range(8), *range(32, 64)]
+    assert {k: v for k, v in diagnose(gram, a, 8, signal_only=True).items() if k not in ("cosine", "signal")} == (
+        pytest.approx({k: v for k, v in diagnose(gram[rest][:, rest], a[rest], 8).items()
+                       if k not in ("cosine", "signal")}))
+    assert diagnose(gram, a, 8, signal_only=True)["kept"] != pytest.approx(diagnose(gram, a, 8)["kept"], rel=1e-3)
+
+
 def test_shared_components_lower_n_eff_and_its_prediction_is_the_cosine():
     for shared in (0.0, 1.0, 3.0):
         found = diagnose(*batch(shared), 8)

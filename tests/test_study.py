@@ -120,7 +120,8 @@ def test_work_gives_a_row_and_clears_up(kind, short_warm_start, tmp_path):
         assert row["curves"]["eval_pass@8"][0] is not None and row["curves"]["seconds_total"][1] > 0
     else:
         assert [line["G"] for line in row["table"]] == [2, 4, 8, 16]
-        assert all(0 <= line["group kept"] <= 1.0001 for line in row["table"])
+        for line in row["table"]:                                      # an untrained model: most have no signal
+            assert (line["signal"] > 0) == ("group kept" in line) and 0 <= line.get("group kept", 0) <= 1.0001
 
 
 def test_channels_by_hand():

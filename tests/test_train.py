@@ -1,5 +1,6 @@
 """The training loop: gradients that no memory flag changes, SALT as one replaceable call, DAPO, what each flag does."""
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -176,7 +177,7 @@ def test_each_step_logs_what_the_readme_promises(tiny_folder, tmp_path):
     record = run(tiny_folder, tmp_path / "run", "--salt", "--steps", "1")[0]
     wanted = {"step", "reward", "pass_rate", "length", "truncated", "entropy", "kl", "clip_fraction", "grad_norm",
               "alpha", "rank", "pr_in", "pr_total", "n_eff_in", "n_eff_total", "n_eff_out", "r_in", "r_total", "d_a",
-              "d_g", "u_perp_gain", "no_signal_share"}
+              "d_g", "u_perp_gain", "no_signal_share", "kept", "exploration"}
     assert wanted <= set(record)
     assert all(record[key] is not None for key in wanted)
     assert 0 <= record["alpha"] <= 1 <= record["rank"] <= 8                          # 2 prompts · 4 responses
@@ -216,6 +217,19 @@ def test_scopes_and_presets(tiny_folder, tmp_path, monkeypatch, flags, blocks):
         ("sum", "token-mean") if released else ("mean", "sequence-mean"))
     assert (options["rank_max"], options["below_full"]) == ((64, True) if released else (None, False))
     assert record["rank"] <= 8 / blocks - released                             # below_full: k ≤ m − 1 = 7
+
+
+def test_groups_without_a_signal_can_stay_out_of_k(tiny_folder, tmp_path, updates):
+    """In each mini-batch the first prompt's responses are all wrong, every other one of the second's is right."""
+    shares = []
+    for name, flags in (("kept", []), ("left-out", ["--salt-signal-only"])):
+        verdicts = itertools.cycle([0, 0, 0, 0, 1, 0, 1, 0])
+        record = run(tiny_folder, tmp_path / name, "--salt", *flags, "--steps", "1",
+                     pool=Reward(lambda _: next(verdicts)))[0]
+        shares.append(record["no_signal_share"])
+    assert shares[0] > 0 and shares[1] == 0
+    assert [bool(update.coefficients[:4].any()) for update in updates] == [True, True, False, False]
+    assert all(update.coefficients[4:].any() for update in updates)
 
 
 @pytest.mark.parametrize("flags", [["--regularizer", "entropy"], ["--regularizer", "clip-cov"],

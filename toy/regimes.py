@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from salt.advantages import group_advantages
+from salt.metrics import provenance
 from salt.stats import mean_interval, paired_bootstrap
 from toy.bandit import Bandit, make_bandit
 
@@ -174,7 +175,7 @@ def run_cell(cell: Cell) -> list[dict]:
 BOUNDS = tuple(f"{kind}_{end}" for kind in ("tuned", "same")
                for end in ("delta", "low", "high", "bootstrap_low", "bootstrap_high"))
 COLUMNS = ("dimension", "cosine", "signal", "method", "seeds", "steps", "rate", "before", "tuned", "same", *BOUNDS,
-           "rank_share", "kept", "n_eff", "alpha", "code")
+           "rank_share", "kept", "n_eff", "alpha", "commit", "machine", "code")
 
 
 def grid(size: str) -> list[Cell]:
@@ -194,24 +195,27 @@ def read(path: Path, code: str | None) -> list[dict]:
         rows = [row for row in csv.DictReader(file) if row["code"]]       # a row cut off by a kill has no code
     code = rows[-1]["code"] if rows and code is None else code
     rows = [row for row in rows if row["code"] == code]
-    text = {"method", "code"}
+    text = {"method", "commit", "machine", "code"}
     return [{k: v if k in text else float(v) if v else None for k, v in row.items()} for row in rows]
 
 
-def run(size: str, path: Path, code: str, say: Callable[[str], None] = print) -> list[dict]:
-    """All cells of the map that are not in `path` yet; a row is written only with its whole cell."""
+def run(size: str, path: Path, code: str, say: Callable[[str], None] = print, spread: Callable = map) -> list[dict]:
+    """All cells of the map that are not in `path` yet; a row is written only with its whole cell.
+
+    spread: `map`, or that of a pool of processes.
+    """
     key = lambda row: (row["dimension"], row["cosine"], row["signal"], row["seeds"], row["steps"])
     done = {key(row) for row in read(path, code)}
     left = [cell for cell in grid(size) if key(vars(cell)) not in done]
+    origin = {name: value for name, value in provenance().items() if name in ("commit", "machine")} | {"code": code}
     started = time.perf_counter()
-    for number, cell in enumerate(left, 1):
-        rows = run_cell(cell)
+    for number, (cell, rows) in enumerate(zip(left, spread(run_cell, left)), 1):
         fresh = not path.is_file()
         with path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="")
             if fresh:
                 writer.writeheader()
-            writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in (row | {"code": code}).items()}
+            writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in (row | origin).items()}
                              for row in rows)
         each = (time.perf_counter() - started) / number
         say(f"  regimes {number}/{len(left)}: D = {cell.dimension}, cosine {cell.cosine}, signal {cell.signal}: "

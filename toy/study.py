@@ -86,6 +86,7 @@ def cells() -> dict[str, dict]:
             found[name] = own | {"salt": "salt"} | ({} if scope == "mini-batch" else
                                                     {"salt_scope": int(scope) if scope == "8" else scope})
             found[f"{name} sum"] = found[name] | {"length_norm": "sum"}
+        found[f"{base}+salt signal"] = found[f"{base}+salt"] | {"salt_signal_only": True}
         found[f"{base}+released-code"] = own | {"salt": "salt", "salt_preset": "released-code"}
         for regularizer in REGULARIZERS:
             found[f"{base}+{regularizer}"] = own | {"regularizer": regularizer}
@@ -121,7 +122,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "main": Experiment("Main results (Table 2)", MAIN, (
-        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "dapo+released-code",
+        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt signal", "dapo+released-code",
         *(f"{name} T=1" for name in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated")),
         *(f"hard {name}" for name in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "dapo",
                                       "dapo+salt")))),
@@ -143,7 +144,7 @@ EXPERIMENTS = {
         "grpo+salt@group", *(f"grpo+{name}@group" for name in ("rand-proj", *NULLS)))),
     "bias": Experiment("Bias and cancellation (the bias table)", (
         "grpo", "grpo+salt", "grpo+salt@group", "grpo+released-code", "dapo", "dapo+salt", "dapo+salt@group"), (
-        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt@8 sum")),
+        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt@8 sum", "grpo+salt signal")),
     "rollouts": Experiment("Group size at a fixed number of responses (the rollout figures)", (
         "grpo", "grpo+salt", "grpo G=32", "grpo+salt G=32"), (
         *(f"{name} G={size}" for size in (2, 4, 16, 64) for name in ("grpo", "grpo+salt")),
@@ -252,8 +253,8 @@ class Results:
 
 KEPT = ("pass_rate", "all_right", "all_wrong", "length", "entropy", "kl", "clip_fraction", "ratio_minus_one",
         "grad_norm", "alpha", "rank", "rank_share", "pr_in", "pr_total", "r_in", "r_total", "n_eff_in",
-        "n_eff_in_signal", "n_eff_out", "n_eff_total", "n_eff", "d_a", "d_g", "u_perp_gain", "no_signal_share", "rho",
-        "prompts", "eval_avg", "eval_pass@8", "eval_avg_se", "eval_pass@8_se")
+        "n_eff_in_signal", "n_eff_out", "n_eff_total", "n_eff", "d_a", "d_g", "u_perp_gain", "no_signal_share", "kept",
+        "exploration", "rho", "prompts", "eval_avg", "eval_pass@8", "eval_avg_se", "eval_pass@8_se")
 PHASES = ("sample", "score", "geometry", "diagnostics", "update", "total", "evaluate")
 
 
@@ -323,6 +324,18 @@ def end_with_the_study() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+@contextlib.contextmanager
+def workers(processes: int):
+    """A pool of processes; where the study is interrupted, what waits in it is not done."""
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=end_with_the_study)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
 def run_all(jobs: list[Job], results: Results, processes: int, say=print) -> list[str]:
     """Every job that is not on disk, `processes` at a time. Returns what failed; the others are done all the same."""
     left = [job for job in jobs if job not in results]
@@ -330,28 +343,23 @@ def run_all(jobs: list[Job], results: Results, processes: int, say=print) -> lis
     if not left:
         return []
     started, failed, done = time.perf_counter(), [], 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=end_with_the_study) as pool:
+    with workers(processes) as pool:
         say("warm starts, where they are not cached")
         list(pool.map(warm_start, dict.fromkeys(job.warm for job in left)))
         waiting = {pool.submit(work, job, results.path.parent / "work" / job.key): job for job in left}
-        try:
-            while waiting:
-                finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    job, done = waiting.pop(future), done + 1
-                    error = future.exception()
-                    row = {"failed": f"{type(error).__name__}: {error}"} if error else future.result()
-                    name = f"{job.cell}, seed {job.seed}"
-                    if "failed" in row:
-                        failed.append(f"{name}: {row['failed']}")
-                    else:
-                        results.add(row)
-                    minutes = (time.perf_counter() - started) / done * (len(left) - done) / 60
-                    say(f"[{done}/{len(left)}] {name}: {outcome(row)}; {minutes:.0f} min left")
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        while waiting:
+            finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in finished:
+                job, done = waiting.pop(future), done + 1
+                error = future.exception()
+                row = {"failed": f"{type(error).__name__}: {error}"} if error else future.result()
+                name = f"{job.cell}, seed {job.seed}"
+                if "failed" in row:
+                    failed.append(f"{name}: {row['failed']}")
+                else:
+                    results.add(row)
+                minutes = (time.perf_counter() - started) / done * (len(left) - done) / 60
+                say(f"[{done}/{len(left)}] {name}: {outcome(row)}; {minutes:.0f} min left")
     return failed
 
 
@@ -428,7 +436,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.what in ("regimes", "core", "all") and not options.methods:
             from toy import regimes
             size = {"standard": "full"}.get(options.size, options.size)
-            regimes.run(size, options.output / "regimes.csv", code["regimes"])
+            with workers(options.processes) as pool:
+                regimes.run(size, options.output / "regimes.csv", code["regimes"], spread=pool.map)
     elif not options.output.is_dir():
         raise UserError(f"{options.output} holds no results: run `python toy/study.py core` first, or name --output")
     from toy import study_figures, study_report

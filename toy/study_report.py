@@ -168,7 +168,7 @@ def base_of(experiment: str, cell: str) -> str:
         return cell.split("+")[0] + "+salt" + ("@group" if cell.endswith("@group") else "")
     prefix, rest = ("hard ", cell[5:]) if cell.startswith("hard ") else ("", cell)
     method, _, condition = rest.partition(" ")
-    condition = f" {condition}" if condition and condition != "sum" else ""
+    condition = f" {condition}" if condition and condition not in ("sum", "signal") else ""
     return f"{prefix}{method.split('+')[0]}{condition}"
 
 
