@@ -244,6 +244,8 @@ def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coeffici
                "eq10_error": residual["identity_error"].max().item(),
                "eq11_violations": (exceeds(residual["update_norm"], residual["bound_signed"])
                                    | exceeds(residual["bound_signed"], residual["bound"])).sum().item()}
+    if not advantages.any():                      # 0/0: nothing, so that no mean over mini-batches takes it for a 0
+        return {key: value for key, value in record.items() if key == "n_eff_in" or not key.startswith("n_eff")}
     if reweighted is not None:
         silent = (advantages.view(-1, group_size) == 0).all(1).repeat_interleave(group_size)
         of = lambda part, whole: (part.sum() / whole.sum().clamp_min(1e-30)).item()

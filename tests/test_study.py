@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_work_gives_a_row_and_clears_up(kind, short_warm_start, tmp_path):
     assert row["key"] == given.key and row["seconds"] > 0 and not list((tmp_path / "work").iterdir())
     json.dumps(row)
     if kind == "train":
-        assert row["steps"] == [0, 1, 2] and len(row["curves"]["d_a"]) == 3
+        assert row["steps"] == [0, 1, 2] and len(row["curves"]["pr_total"]) == 3
         assert row["curves"]["eval_pass@8"][0] is not None and row["curves"]["seconds_total"][1] > 0
     else:
         assert [line["G"] for line in row["table"]] == [2, 4, 8, 16]
@@ -322,6 +323,7 @@ def test_verdicts(values, positive, told):
 def test_the_base_of_a_method():
     expected = {("main", "grpo+salt@group"): "grpo", ("main", "dapo+interpolated"): "dapo",
                 ("main", "grpo+salt T=1"): "grpo T=1", ("main", "grpo+salt@group sum"): "grpo",
+                ("bias", "grpo+salt signal"): "grpo",
                 ("rollouts", "hard grpo+salt G=32"): "hard grpo G=32", ("ablation", "grpo+no-proj"): "grpo+salt",
                 ("ablation", "grpo+no-proj@group"): "grpo+salt@group", ("matched", "dapo+permuted"): "dapo+salt"}
     assert {key: study_report.base_of(*key) for key in expected} == expected
@@ -345,9 +347,32 @@ def test_report_on_a_few_runs(tmp_path):
     assert "| SALT raises avg@8 % | avg@8 %: grpo+salt − grpo = +30.0 [+30.0, +30.0] | holds |" in text
     assert lines["clip fraction below 2e-4"].endswith("does not hold |")
     assert "`python toy/study.py ablation`" in text
-    for name in ("study.csv", "dynamics.png", "redundancy.png", "ablation.png"):
+    for name in ("study.csv", "dynamics.png", "redundancy.png", "ablation.png", "rollouts.png"):
         assert (tmp_path / name).stat().st_size > 0
     assert "main,grpo+salt,avg@8 %,3,60.2," in (tmp_path / "study.csv").read_text()
+
+
+def test_the_tiny_models_points_stand_beside_the_map(tmp_path):
+    kept = {"grpo+salt": 0.1, "grpo+salt@group": 0.7, "grpo+interpolated": 0.5}
+    rows = [result(cell, seed, 0.5, kept=[None, *[kept.get(cell, 0.9)] * 5])
+            for cell in ("grpo", *kept, "grpo+rand-proj", "grpo+kl-cov+salt") for seed in (1, 2)]
+    table = study_report.points_table(study_report.Runs(rows))
+    assert {line[0]: line[-1] for line in table[1:]} == {
+        "grpo+salt": "slower", "grpo+salt@group": "much the same", "grpo+interpolated": "the border"}
+    assert all(line[-3:-1] == ["+0.0 [+0.0, +0.0]", "grpo"] for line in table[1:])
+    regimes.run("smoke", tmp_path / "regimes.csv", CODE["regimes"], lambda line: None)
+    study_figures.draw(study_report.gather(tmp_path, rows, CODE), tmp_path)
+    assert (tmp_path / "regimes_points.png").stat().st_size > 0
+
+
+def test_each_row_says_how_to_get_it_again():
+    """The command beside a row asks for the runs of that row, and nothing else."""
+    rows = [result("grpo", 1, 0.5)]
+    for name in study_report.COLUMNS:
+        for line in study_report.experiment_table(name, study_report.Runs(rows))[1:]:
+            _, script, *flags = shlex.split(line[-1].strip("`"))
+            options = study.parse(flags)
+            assert script == "toy/study.py" and {item.cell for item in study.jobs_of(options, CODE)} == {line[0]}
 
 
 def test_paper_values_are_the_papers():

@@ -133,7 +133,8 @@ def bandit_groups(generator: torch.Generator, per_kind: int):
 
 # ---------------------------------------------------------------------------- 2. rollout scaling
 
-def language_model_groups(source: str, budget: int, sizes: list[int], seed: int) -> list[tuple[int, Tensor, Tensor]]:
+def language_model_groups(source: str, budget: int, sizes: list[int], seed: int,
+                          temperature: float = TEMPERATURE) -> list[tuple[int, Tensor, Tensor]]:
     """(G, K (m, m), a (m,)) for every group size: rollouts of the tiny model, the real verifier, the exact Gram."""
     from salt.models import encode_prompt, lm_head, load, score
     from salt.proxy import lm_head_gram
@@ -148,14 +149,14 @@ def language_model_groups(source: str, budget: int, sizes: list[int], seed: int)
     rollouts, first, groups = Rollouts([], [], [], []), [], []
     for size in reversed(sizes):                          # a prompt needs as many as the largest group it appears in
         new, start = prompts[len(first):budget // size], len(rollouts.texts)
-        rollouts += sampler.generate(new, size, temperature=TEMPERATURE, max_tokens=64, seed=seed + 1000 * size)
+        rollouts += sampler.generate(new, size, temperature=temperature, max_tokens=64, seed=seed + 1000 * size)
         first += range(start, len(rollouts.texts), size)
-    scored = score(model, rollouts, TEMPERATURE, micro_batch=256, keep_hidden=True)
+    scored = score(model, rollouts, temperature, micro_batch=256, keep_hidden=True)
     for size in sizes:
         rows = torch.cat([torch.arange(start, start + size) for start in first[:budget // size]])       # (m,)
         part = scored.select(rows)
         gram = lm_head_gram(part.hidden.double(), part.tokens, part.lengths, head.weight.double(), bias=head.bias,
-                            temperature=TEMPERATURE)                                                    # Eq. 19
+                            temperature=temperature)                                                    # Eq. 19
         golds = [str(a + b) for a, b in sums[:budget // size] for _ in range(size)]
         rewards = torch.tensor([math_reward(rollouts.texts[row], gold) for row, gold in zip(rows.tolist(), golds)])
         groups.append((size, gram, group_advantages(rewards.double().view(-1, size)).flatten()))        # Eq. 2

@@ -35,7 +35,7 @@ from salt.stats import mean_interval, paired_bootstrap
 from toy.bandit import Bandit, make_bandit
 
 DIMENSIONS, COSINES, SIGNALS = (4, 16, 64, 256, 4096), (0.0, 0.3, 0.6, 0.9), (1.0, 0.3, 0.1)
-RATES, COMMON = (1.0, 3.0, 10.0, 30.0), 1                         # COMMON: index of the rate that all share
+RATES, COMMON = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0), 1     # COMMON: index of the rate that all share
 METHODS = ("grpo", "salt", "interpolated", "salt@group", "interpolated@group")
 PROMPTS, GROUP, STEPS, SEEDS = 8, 8, 100, 16
 

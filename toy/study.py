@@ -91,6 +91,7 @@ def cells() -> dict[str, dict]:
         for regularizer in REGULARIZERS:
             found[f"{base}+{regularizer}"] = own | {"regularizer": regularizer}
             found[f"{base}+{regularizer}+salt"] = own | {"regularizer": regularizer, "salt": "salt"}
+    found["grpo token-mean"] = {"aggregation": "token-mean"}                    # the base of grpo+released-code
     for size in GROUP_SIZES:
         for name in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+entropy", "dapo", "dapo+salt"):
             found[f"{name} G={size}"] = found[name] | {"group_size": size}
@@ -131,12 +132,12 @@ EXPERIMENTS = {
         "grpo", "grpo+salt", *(f"grpo+{name}" for name in REGULARIZERS)), (
         "dapo", "dapo+salt", *(f"dapo+{name}" for name in REGULARIZERS),
         *(f"{base}+{name}+salt" for base in ("grpo", "dapo") for name in REGULARIZERS),
-        *(f"grpo+entropy G={size}" for size in (2, 16, 32, 64)))),
+        *(f"{name} G={size}" for size in (2, 16, 32, 64) for name in ("grpo", "grpo+salt", "grpo+entropy")))),
     "ablation": Experiment("Components and mixing rules (the ablation table)", (
         "grpo", "grpo+salt", *(f"grpo+{name}" for name in COMPONENTS)), (
         "grpo+salt@group", *(f"grpo+{name}@group" for name in COMPONENTS))),
     "fixed-alpha": Experiment("Fixed mixing coefficients (the fixed-alpha figure)", ("grpo+salt", "grpo+alpha=0.5"), (
-        *(f"grpo+alpha={alpha:g}" for alpha in ALPHAS if alpha != 0.5),
+        "grpo", "grpo+salt@group", *(f"grpo+alpha={alpha:g}" for alpha in ALPHAS if alpha != 0.5),
         *(f"grpo+alpha={alpha:g}@group" for alpha in ALPHAS))),
     "matched": Experiment("Matched coefficients (the matched table)", (
         "grpo", "grpo+salt", "grpo+rand-proj", *(f"grpo+{name}" for name in NULLS)), (
@@ -144,7 +145,8 @@ EXPERIMENTS = {
         "grpo+salt@group", *(f"grpo+{name}@group" for name in ("rand-proj", *NULLS)))),
     "bias": Experiment("Bias and cancellation (the bias table)", (
         "grpo", "grpo+salt", "grpo+salt@group", "grpo+released-code", "dapo", "dapo+salt", "dapo+salt@group"), (
-        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt@8 sum", "grpo+salt signal")),
+        "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt@8 sum", "grpo+salt signal",
+        "grpo token-mean")),
     "rollouts": Experiment("Group size at a fixed number of responses (the rollout figures)", (
         "grpo", "grpo+salt", "grpo G=32", "grpo+salt G=32"), (
         *(f"{name} G={size}" for size in (2, 4, 16, 64) for name in ("grpo", "grpo+salt")),
@@ -171,7 +173,7 @@ class Job:
     @classmethod
     def make(cls, kind: str, cell: str, seed: int, size: str, code: str) -> "Job":
         if kind == "redundancy":
-            return cls(kind, cell, seed, size, code, {"budget": 32 if size == "smoke" else 512})
+            return cls(kind, cell, seed, size, code, {"budget": 32 if size == "smoke" else 1024, "temperature": 0.6})
         flags = {"group_size": 8} | SIZES[size]
         responses = flags["batch_size"] * flags["group_size"]
         flags |= CELLS[cell]
@@ -290,8 +292,11 @@ def train_cell(job: Job, folder: Path) -> dict:
 
 def redundancy_of(job: Job, folder: Path) -> dict:
     from toy import redundancy
-    table = redundancy.measure(str(warm_start(job.warm)), job.flags["budget"], job.seed)
-    return {"table": [{name: short(value) for name, value in row.items()} for row in table]}
+    table, matched = redundancy.measure(str(warm_start(job.warm)), job.flags["budget"], job.seed,
+                                        job.flags["temperature"])
+    shortened = lambda row: {name: short(value) for name, value in row.items()}
+    return {"table": [shortened(row) for row in table],
+            "matched": {method: shortened(row) for method, row in matched.items()}}
 
 
 def work(job: Job, folder: Path) -> dict:

@@ -8,8 +8,8 @@ from statistics import fmean
 
 from toy import regimes
 from toy.cancellation import new_figure
-from toy.study import ALPHAS, COMPONENTS, GROUP_SIZES, REGULARIZERS
-from toy.study_report import Gathered, Interval, Runs, panels, verdict_of_cell
+from toy.study import ALPHAS, CELLS, COMPONENTS, GROUP_SIZES, REGULARIZERS
+from toy.study_report import Gathered, Interval, Runs, panels, points, verdict_of_cell
 
 
 def draw(found: Gathered, folder: Path) -> None:
@@ -20,8 +20,11 @@ def draw(found: Gathered, folder: Path) -> None:
                              *(f"grpo+{name}" for name in REGULARIZERS)), folder / "dynamics.png")
         draw_redundancy(runs, folder / "redundancy.png")
         draw_plane(runs, folder / "ablation.png")
+        draw_rollouts(runs, folder / "rollouts.png")
     for kind in ("tuned", "same") if found.map_rows else ():
         draw_map(found.map_rows, kind, folder / f"regimes_{kind}.png")
+    if found.map_rows:
+        draw_points(found, folder / "regimes_points.png")
 
 
 def mean_curve(runs: Runs, cell: str, name: str, otherwise: str | None = None) -> tuple[list[int], list[float]]:
@@ -98,6 +101,45 @@ def draw_plane(runs: Runs, path: Path) -> None:
     for axis in (plane, trace, fixed):
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def draw_rollouts(runs: Runs, path: Path) -> None:
+    """Against the group size, at as many responses per step: what SALT reads, what it does, what comes of it."""
+    figure, axes = new_figure(2, 4, (17, 7.5))
+    names = ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t", "kept", "exploration", "clip fraction")
+    for axis, name in zip(axes.flat, names):
+        for base in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "dapo", "dapo+salt"):
+            cells = {size: base if size == 8 else f"{base} G={size}" for size in sorted((8, *GROUP_SIZES))}
+            found = {size: runs.measure(cell, name) for size, cell in cells.items() if cell in runs.by}
+            found = {size: value for size, value in found.items() if value.seeds}
+            if len(found) > 1:
+                axis.errorbar(found, [v.mean for v in found.values()], yerr=[_half(v) for v in found.values()],
+                              fmt="o-", label=base, lw=1.2, capsize=2)
+        axis.set_xscale("log", base=2)
+        axis.set(title=name, xlabel="group size G")
+    if axes.flat[0].get_legend_handles_labels()[0]:
+        axes.flat[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def draw_points(found: Gathered, path: Path) -> None:
+    """The map's cells by the share of ‖a‖² that P_k keeps, and the tiny model's points beside them."""
+    figure, axes = new_figure(1, 2, (13, 5))
+    for axis, kind in zip(axes, ("salt", "interpolated")):
+        for method, colour in ((kind, "tab:blue"), (f"{kind}@group", "tab:orange")):
+            own = [row for row in found.map_rows if row["method"] == method]
+            axis.scatter([row["kept"] for row in own], [100 * row["same_delta"] for row in own], s=12, color=colour,
+                         alpha=0.5, label=f"{method}, bandit")
+        for cell, change in points(found.runs).items():
+            if CELLS[cell]["salt"] == kind and change.seeds:
+                x = found.runs.measure(cell, "kept").mean
+                axis.errorbar(x, change.mean, yerr=_half(change), fmt="D", ms=4, lw=1, color="k")
+                axis.annotate(cell, (x, change.mean), fontsize=6.5, xytext=(4, 3), textcoords="offset points")
+        axis.axhline(0, color="k", lw=0.8)
+        axis.set(title=f"{kind}: bandits (dots) and the tiny model", xlabel="share of ‖a‖² that P_k keeps",
+                 ylabel="points of accuracy above the base algorithm")
+        axis.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
 
 
