@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (2025, 2026, 2027, 2028, 2029)
 MATHS = ("salt/advantages.py", "salt/geometry.py", "salt/stats.py")
 MODEL = ("salt/models.py", "salt/proxy.py", "salt/reward.py", "salt/rollout.py", "toy/arithmetic.py")
-DECIDES = {"train": ("train.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py", "salt/metrics.py", *MATHS,
+DECIDES = {"train": ("train.py", "salt/config.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py", "salt/metrics.py", *MATHS,
                      *MODEL),
            "redundancy": ("toy/cancellation.py", "toy/redundancy.py", *MATHS, *MODEL),
            "regimes": ("toy/bandit.py", "toy/regimes.py", "salt/advantages.py", "salt/stats.py")}
