@@ -4,7 +4,7 @@
     accelerate launch train.py --model deepseek-7b --salt            eight GPUs (also torchrun)
     python train.py --resume runs/NAME           go on where a run stopped
 
-The step (DESIGN and paper, Alg. 1): sample, score, advantage, reweight, loss, step, log. The maths is in salt/; SALT is
+The step (the paper's Alg. 1): sample, score, advantage, reweight, loss, step, log. The maths is in salt/; SALT is
 the one call of `reweight`. Every random draw is seeded by (seed, purpose, step), so a run that is killed and resumed
 writes the same lines as one that was left alone.
 
@@ -15,7 +15,6 @@ in which every share is the whole.
 import contextlib
 import copy
 import dataclasses
-import math
 import os
 import signal
 import sys
@@ -39,7 +38,7 @@ from salt.lora import add_adapters, merged_weights, without_adapters
 from salt.loss import aggregate, clip_cov_mask, kl_cov_mask, kl_cov_penalty, kl_k3, policy_loss, sampling_correction
 from salt.metrics import RunDirectory, Tracker, check_tracker, geometry_metrics, mean_of, sample_table, throughput
 from salt.plan import plan, refuse_what_does_not_fit
-from salt.proxy import lm_head_gram
+from salt.proxy import NotFinite, lm_head_gram
 from salt.reward import RewardPool
 from salt.rollout import (GAP_LIMIT, Rollouts, check_sampler_gap, choose_backend, make_sampler, sample_mixed_groups,
                           sampler_gap)
@@ -176,7 +175,7 @@ def form_gram(config: Config, head: models.Head, scored: models.Scored, size: in
         return gram_of(scored.hidden, scored.tokens, scored.lengths, head.weight.detach(), bias=head.bias,
                        temperature=config.temperature, length_norm=config.length_norm,
                        tolerance=config.gram_tolerance, logsumexp=scored.logsumexp, delta_norms=scored.delta_norms)
-    except ValueError as error:
+    except NotFinite as error:
         if distributed.rank() == 0:
             print(f"step {step}: no Gram matrix, the advantages stay as they are: {error}", file=sys.stderr)
         return torch.full((size, size), torch.nan)
@@ -219,6 +218,9 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
     """
     test = load_problems(config.eval_dataset or config.dataset, split="test", data_dir=config.data_dir,
                          limit=config.eval_limit) if config.eval_every else []
+    if test and test[0].kind != problems[0].kind:
+        raise UserError(f"--eval-dataset {config.eval_dataset} is judged as {test[0].kind}, {config.dataset} as "
+                        f"{problems[0].kind}: a run has one reward")
     model, reference, tokenizer, sampler, gap_limit = build(config, device, cleanup)
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if config.max_prompt + config.max_response > context:
@@ -463,7 +465,7 @@ def main(argv: list[str] | None = None, pool=None) -> int:
             print(plan(config, **asked.plan))
         return 0
     if asked.diagnose:
-        config, resume = dataclasses.replace(config, eval_every=0, tracker=None), None
+        config = dataclasses.replace(config, eval_every=0, tracker=None)
     if config.tracker:
         check_tracker(config.tracker)
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,8 @@ So an assert is taken apart: `assert f([1]) == 2` becomes `assert call("f([1])")
 the expected value above all, never reaches the program.
 
 Departures from the paper
-    1. MBPP shows the first assert of each problem, the others are held back; the paper does not train on code.
+    1. MBPP shows the first assert of each problem, the others are held back; the paper, which
+       trains DeepSeek-7B on MBPP, does not say what it shows.
     2. HumanEval+ as released by its authors holds inputs only: expected values come from the reference solution, and
        floats compare as in evalplus (1e-6 absolute, 1e-7 relative). The hub's copy brings tests of its own.
 """

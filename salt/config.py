@@ -3,6 +3,9 @@
 Departures from the paper
     1. The tiny model has sizes of its own (TINY); it says so when it starts.
     2. top-p and top-k are refused in training: Eq. 3's ratio would be taken to a distribution nobody sampled from.
+    3. DAPO has no KL term, as in Eq. 69 (Table 4 has one coefficient for both). What Table 4 does not say: weight decay
+       0.01, gradients clipped at norm 1, an entropy bonus of 1e-3 where it is asked for.
+    4. KL-Cov clips no ratio, as its authors do, though Table 4 gives it 0.2: --clip-low and --clip-high do nothing.
 """
 import argparse
 import dataclasses
@@ -15,7 +18,7 @@ from types import SimpleNamespace
 
 from salt import models
 from salt.advantages import VARIANTS
-from salt.data import NAMES
+from salt.data import NAMES, SUFFIXES
 from salt.errors import Parser, UserError, WrongFlag
 from salt.loss import AGGREGATIONS
 from salt.metrics import RunDirectory
@@ -29,13 +32,13 @@ def option(default, help: str, choices=None):
 class Config:
     """Table 4's values are the defaults. None: decided by --algo, --salt-preset or the model (see `settle`)."""
     model: str = option("tiny", f"{', '.join(models.PRESETS)}, a Hugging Face folder or a hub id")
-    dataset: str = option("arith", f"{', '.join(NAMES)}, or a .jsonl or .parquet file with prompt and answer; math for "
-                          "the presets")
-    split: str = option("train", "split to train on")
+    dataset: str = option("arith", f"{', '.join(NAMES)}, or a file ({', '.join(SUFFIXES)}) with prompt and answer; "
+                          "math for the presets")
+    split: str = option("train", "split to train on; a file has only one")
     data_dir: str | None = option(None, "folder with local copies of the data sets (default: the hub)")
     limit: int | None = option(None, "train on the first N problems only")
     output: str | None = option(None, "run directory (default: a new one below runs/)")
-    seed: int = option(0, "decides every random draw, the tiny model's warm start included")
+    seed: int = option(0, "decides every random draw of a run, the tiny model's warm start included")
 
     algo: str = option("grpo", "the base algorithm", ("grpo", "dapo"))
     salt: str | None = option(None, "reweight the advantages; --salt alone means --salt salt", tuple(VARIANTS))
@@ -126,7 +129,7 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]
                     f"own: {', '.join(f'{name} {value}' for name, value in TINY.items())}.")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
     parser.add_argument("--plan", action="store_true", help="print what the run needs, and load nothing")
-    parser.add_argument("--diagnose", action="store_true", help="draw one batch, say what SALT would do to it, and stop")
+    parser.add_argument("--diagnose", action="store_true", help="draw one batch, say what SALT would do, and stop")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="to plan for (default 8)")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of each (default 80)")
     for item in dataclasses.fields(Config):
@@ -142,6 +145,8 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]
     given = vars(parser.parse_args(argv))
     resume, hardware = given.pop("resume"), {name: given.pop(name) for name in ("gpus", "gpu_memory")}
     planned, diagnose = given.pop("plan"), given.pop("diagnose")
+    if diagnose and resume:
+        raise UserError(f"--diagnose looks at a model, not at a run: --model {resume}/final")
     if min(hardware.values()) <= 0:
         raise UserError(f"--gpus {hardware['gpus']} and --gpu-memory {hardware['gpu_memory']}: more than 0")
     if resume is None:
@@ -163,12 +168,14 @@ def settle(given: dict) -> Config:
     dapo = given.get("algo") == "dapo"
     regularizer = given.get("regularizer")
     clip = {"clip_low": 1.0, "clip_high": 1.0} if regularizer == "clip-cov" else {
-        "clip_low": 0.2, "clip_high": 0.28 if dapo and regularizer != "kl-cov" else 0.2}
+        "clip_low": 0.2, "clip_high": 0.28 if dapo else 0.2}
     derived = {"kl_coef": 0.0 if dapo else 0.001, "aggregation": "token-mean" if dapo else "sequence-mean"} | clip
     name = given.get("model", "tiny")
     sizes = TINY if name == "tiny" else {"gram_tolerance": 0.1}
     if name != "tiny" and name in models.PRESETS:
         sizes = sizes | {"dataset": "math"}
+    if given.get("dataset", "").endswith(SUFFIXES) and "eval_dataset" not in given:
+        sizes = sizes | {"eval_every": 0}                                        # a file has no test split
     config = Config(**derived | preset | sizes | given)
     if name in models.PRESETS:
         asked, context = config.max_response, models.PRESETS[name].context
@@ -194,6 +201,8 @@ def validate(config: Config) -> None:
             raise WrongFlag(f"{flag}: at least {least}")
         if type(value) is float and not (0 <= value < math.inf or value == math.inf and name in MAY_BE_INFINITE):
             raise WrongFlag(f"{flag}: a finite number that is not negative")
+    if config.seed >= 2 ** 63:
+        raise WrongFlag(f"--seed {config.seed}: below 2 ** 63")
     if config.alpha > 1 or config.gram_tolerance >= 1 or not 0 < config.vllm_memory < 1:
         raise WrongFlag(f"--alpha {config.alpha}, --gram-tolerance {config.gram_tolerance} and --vllm-memory "
                         f"{config.vllm_memory}: shares, at most 1")
@@ -210,6 +219,9 @@ def validate(config: Config) -> None:
     if config.top_p != 1.0 or config.top_k != 0:
         raise WrongFlag("--top-p and --top-k are refused in training: responses from a cut distribution bias the ratio "
                         "pi / pi_old (Eq. 3); leave them out")
+    if config.eval_every and config.dataset.endswith(SUFFIXES) and config.eval_dataset is None:
+        raise WrongFlag(f"--eval-every {config.eval_every}: {config.dataset} has no test split, name one with "
+                        "--eval-dataset")
     size = config.mini_batch * config.group_size
     one_k = config.salt_scope
     if one_k not in ("mini-batch", "group") and (not isinstance(one_k, int) or one_k < 1 or size % one_k):

@@ -347,6 +347,8 @@ def _with_gold(problems: list[Problem], limit: int | None, where: str) -> list[P
             break
         good = problem.kind != "math" or gold_parses(problem.answer)
         (kept if good else skipped).append(problem)
+    if not kept and not skipped:
+        raise UserError(f"{where}: no problem is left to take")
     if skipped:
         named = _some([problem.id for problem in skipped])
         if not kept:

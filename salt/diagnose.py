@@ -15,7 +15,7 @@ Glossary
     –          kept         ()       15     ‖P_k a‖² / ‖a‖²
     D_a        d_a          ()       59     of a' = SALT's coefficients
     –          cosine       ()       –      mean ⟨g_i, g_j⟩ / (‖g_i‖ ‖g_j‖) over pairs of a group; n_eff is about
-                                            1 − cosine unless the rewards know the gradients, and they often do
+                                            1 − cosine where norms are alike and rewards know nothing of gradients
 
 Departures from the paper: none of this is in the paper. Scope "group" gives means over the groups with a signal.
 """
@@ -56,8 +56,8 @@ def diagnose(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | 
     """The numbers of COLUMNS, and "signal": the share of groups whose rewards differ. gram: (m, m), advantages: (m,).
 
     scope, and rank (rank_scale, rank_max, below_full): as in `scope_blocks` and `reweight`; signal_only: the groups
-    without a signal stay out of K (`with_signal`); generator: for a numeric scope. Means are over the blocks that have a signal. Without any signal, or with a K that is not finite, only
-    "signal" and "finite" are there.
+    without a signal stay out of K (`with_signal`); generator: for a numeric scope. Means are over the blocks that have
+    a signal. Without any signal, or with a K that is not finite, only "signal" and "finite" are there.
     """
     m = len(advantages)
     signal = (advantages.view(-1, group_size) != 0).any(1).double().mean().item()
@@ -88,10 +88,10 @@ def in_words(found: dict[str, float]) -> list[str]:
     if not found["signal"]:
         return ["No group has rewards that differ: a is 0 and there is nothing to reweight. Take easier or harder "
                 "problems, or more responses per prompt."]
-    cancels, kept = found["n_eff"] < 1, found["kept"]
-    first = (f"Updates cancel (n_eff {found['n_eff']:.2f} < 1): alpha_t is {found['alpha']:.2f} and the exploration "
-             "channel is open." if cancels else
-             f"Nothing cancels (n_eff {found['n_eff']:.2f} >= 1): alpha_t is about 0 and SALT is P_k a alone.")
+    alpha, kept = found["alpha"], found["kept"]
+    first = (f"Updates cancel (n_eff {found['n_eff']:.2f}): alpha_t is {alpha:.2f} and the exploration channel is open."
+             if alpha >= 0.005 else
+             f"Nothing cancels (n_eff {found['n_eff']:.2f}): alpha_t is {alpha:.2f} and SALT is P_k a alone.")
     second = f"P_k keeps {kept:.0%} of |a|^2 with {found['rank_share']:.0%} of the directions."
     return [first, second, ON_THE_MAP["most" if kept >= KEPT_MOST else "half" if kept >= KEPT_LITTLE else "little"]]
 
@@ -100,8 +100,8 @@ def report(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | in
            signal_only: bool = False, generator: torch.Generator | None = None, **rank) -> str:
     """The text that `train.py --diagnose` prints: the asked scope and, beside it, the other of mini-batch and group."""
     other = "group" if scope == "mini-batch" else "mini-batch"
-    found = {name: diagnose(gram, advantages, group_size, scope=name, signal_only=signal_only, generator=generator, **rank)
-             for name in (scope, other)}
+    found = {name: diagnose(gram, advantages, group_size, scope=name, signal_only=signal_only, generator=generator,
+                            **rank) for name in (scope, other)}
     lines = [f"{len(advantages)} responses in groups of {group_size}; {found[scope]['signal']:.0%} of the groups have "
              "a signal", f"{'':32}" + "".join(f"{'scope ' + str(name):>18}" for name in found)]
     if "n_eff" in found[scope]:

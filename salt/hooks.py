@@ -50,8 +50,8 @@ def check_form(model: nn.Module, name: str) -> None:
         raise UserError(f"the LM head of {name} is adapted ({type(layer).__name__}): leave it out of target_modules, "
                         "modules_to_save and quantization")
     if getattr(config, "final_logit_softcapping", None):
-        raise UserError(f"the LM head of {name} is soft-capped at {config.final_logit_softcapping}: SALT's features need a plain "
-                        "one, set the model's final_logit_softcapping to None or take another model")
+        raise UserError(f"the LM head of {name} is soft-capped at {config.final_logit_softcapping}: SALT's features "
+                        "need a plain one, set the model's final_logit_softcapping to None or take another model")
 
 
 @torch.no_grad()

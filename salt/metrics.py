@@ -58,12 +58,12 @@ def command_line(arguments: list[str]) -> list[str]:
 def provenance() -> dict:
     """Where a number came from: versions, commit, machine."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "math-verify")}
-    return {"argv": command_line(sys.argv), "python": platform.python_version(), "versions": versions, "commit": _commit(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    return {"argv": command_line(sys.argv), "python": platform.python_version(), "versions": versions,
+            "commit": _commit(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
 class RunDirectory:
-    """Files of one run. `create` refuses a folder that holds something; `open` is for --resume."""
+    """Files of one run. `create` refuses a folder that holds something; the constructor takes any, for --resume."""
 
     def __init__(self, path: Path):
         self.path, self.checkpoints, self.final = path, path / "checkpoints", path / "final"

@@ -12,12 +12,13 @@ Glossary
 the LM head.
 
 Departures from the paper
-    1. The temperature of the sampler divides the logits here too (EQUATIONS: scored otherwise, E[∇ log π] is not 0).
+    1. The temperature of the sampler divides the logits here too: scored otherwise, E[∇ log π] is not 0.
     2. Models stay in evaluation mode: dropout would make the ratio of Eq. 3 differ from 1 on the first update.
     3. The cross-model table names families. Taken here: Llama-3.1's Instruct checkpoint (it stands under "Instruct
        Model"), DeepSeek-Math's Instruct one (it has a chat format), Qwen2.5-Math's base one.
     4. Two of these models hold 4,096 tokens; Table 4's 1,024 + 8,192 does not fit them: `fit_context` shortens the
        response.
+    5. The paper's "system prompt" ends the user's turn here: the models' cards ask for no system prompt.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from salt import distributed
 from salt.errors import UserError
 from salt.hooks import check_head
+from salt.loss import entropy_from_logits
 from salt.proxy import token_statistics
 from salt.rollout import Rollouts
 
@@ -249,10 +251,8 @@ def _chunk_logprobs(hidden: Tensor, tokens: Tensor, weight: Tensor, bias: Tensor
                     with_entropy: bool) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, weight, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    logsumexp = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logsumexp                          # Eq. 1
-    entropy = logsumexp - (logits.softmax(-1) * logits).sum(-1) if with_entropy else torch.zeros_like(logprobs)
-    return logprobs, entropy                                                                            # Eq. 70
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)               # Eq. 1
+    return logprobs, entropy_from_logits(logits) if with_entropy else torch.zeros_like(logprobs)        # Eq. 70
 
 
 def token_logprobs(hidden: Tensor, tokens: Tensor, head: Head, temperature: float,

@@ -31,7 +31,7 @@ With --lora-rank r the base is frozen (w P/n), only r A parameters have master w
 reference is the base itself.
 
 Departures from the paper
-    1. The paper names no memory figures; it trains in bfloat16 on eight GPUs (Table 4's sizes are the defaults here).
+    1. The paper names no memory figures and no precision, only eight GPUs (Table 4's sizes are the defaults here).
 """
 import dataclasses
 from dataclasses import dataclass
@@ -73,11 +73,15 @@ class Shape:
 def measure(architecture) -> Shape:
     """The shape of a transformers configuration, counted on the meta device. UserError without decoder layers."""
     from transformers import AutoModelForCausalLM
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture)
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not hasattr(architecture, "intermediate_size"):
-        raise UserError(f"no plan for {type(model).__name__}: only for decoders of the usual form, as Qwen and Llama")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(architecture)
+    except ValueError:                                                          # not a causal language model
+        model = None
+    layers = getattr(getattr(model, "base_model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not all(
+            hasattr(architecture, name) for name in ("intermediate_size", "max_position_embeddings")):
+        raise UserError(f"no plan for {architecture.model_type}: only for decoders of the usual form (Qwen, Llama)")
     parameters, inside = (sum(p.numel() for p in module.parameters()) for module in (model, layers))
     projections = [module for module in layers.modules() if isinstance(module, nn.Linear)]
     heads = architecture.num_attention_heads
@@ -181,7 +185,8 @@ def _gradients(config, shape: Shape, gpus: int) -> dict[str, dict[str, float]]:
 def plan(config, problems: int | None = None, *, gpus: int = 8, gpu_memory: float = 80.0) -> str:
     """The table that --plan prints. problems: how many the data set has, where known; gpu_memory: GiB of each GPU."""
     architecture = models.architecture(config.model)
-    context, shape, asked = architecture.max_position_embeddings, measure(architecture), config.max_response
+    shape, asked = measure(architecture), config.max_response
+    context = architecture.max_position_embeddings
     config = _within(config, context)
     parts, preset = memory(config, shape, gpus, gpu_memory), models.PRESETS.get(config.model)
     lines = [f"{config.model}{f' ({preset.hub})' if preset and preset.hub else ''}: {shape.parameters:,} parameters, "
@@ -201,7 +206,8 @@ def refuse_what_does_not_fit(config, *, gpus: int, gpu_memory: float) -> None:
     if config.rollout == "auto" and vllm_problem(gpu=True):
         config = dataclasses.replace(config, rollout="transformers")
     architecture = models.architecture(config.model)
-    short = shortfall(_within(config, architecture.max_position_embeddings), measure(architecture), gpus, gpu_memory)
+    shape = measure(architecture)
+    short = shortfall(_within(config, architecture.max_position_embeddings), shape, gpus, gpu_memory)
     if short:
         raise UserError(f"{short} (--plan shows the parts)")
 

@@ -340,7 +340,7 @@ def filtered_gram(walk: Callable[[Tensor], Tensor], terms: Tensor, rounding: Ten
     walk(keep) is the exact Gram of the kept tokens; terms (N,) bound a token's share of its feature; rounding (m,) is
     the allowance for the arithmetic. Every response ends with bound ≤ tolerance · ‖g_i‖, or with all its tokens.
     """
-    keep, errors = choose_tokens(terms, rounding, sizes, tolerance)
+    keep, errors = tokens_worth_keeping(terms, rounding, sizes, tolerance)
     gram = walk(keep)
     norms = (gram.diagonal() * len(gram)).clamp_min(0).sqrt()                                          # ‖ĝ_i‖
     failed = (errors > 0) & (errors + rounding > tolerance * (norms - errors - rounding))
@@ -351,7 +351,7 @@ def filtered_gram(walk: Callable[[Tensor], Tensor], terms: Tensor, rounding: Ten
     return gram, keep, errors + rounding if not keep.all() else torch.zeros_like(errors)
 
 
-def choose_tokens(terms: Tensor, rounding: Tensor, sizes: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+def tokens_worth_keeping(terms: Tensor, rounding: Tensor, sizes: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """Drop each response's smallest terms within its budget -> keep (N,) bool, the sum of what was dropped (m,)."""
     inside = torch.arange(int(sizes.max())) < sizes.unsqueeze(1)                                       # (m, T)
     table = torch.full(inside.shape, math.inf, dtype=torch.float64)
@@ -435,23 +435,27 @@ def peaks(hidden: Tensor) -> Tensor:
 def check_values(peak: Tensor, tokens: Tensor, sizes: Tensor, vocabulary: int, logsumexp: Tensor | None,
                  delta_norms: Tensor | None) -> None:
     """Refuse tokens outside the vocabulary and what is not finite, naming the response; peak (N,) from `peaks`."""
-    _refuse((tokens < 0) | (tokens >= vocabulary), sizes, f"a token outside the vocabulary of {vocabulary}")
+    _refuse((tokens < 0) | (tokens >= vocabulary), sizes, f"a token outside the vocabulary of {vocabulary}", ValueError)
     _refuse(~peak.isfinite(), sizes, "a NaN or infinite hidden state")
     for name, values in {"logsumexp": logsumexp, "delta_norms": delta_norms}.items():
         if values is not None:
             _refuse(~values.isfinite(), sizes, f"a NaN or infinite {name}")
 
 
+class NotFinite(ValueError):
+    """A gradient has no value: the model has overflowed, the call was right."""
+
+
 def check_finite(gram: Tensor) -> None:
     """Refuse K (m, m) with NaN or infinite entries, naming the response to which most of them belong."""
     if not gram.isfinite().all():
         worst = int(gram.isfinite().sum(dim=1).argmin())
-        raise ValueError(f"the gradient of response {worst} is not finite: look at the LM head and the logsumexp")
+        raise NotFinite(f"the gradient of response {worst} is not finite: look at the LM head and the logsumexp")
 
 
-def _refuse(bad: Tensor, sizes: Tensor, what: str) -> None:
+def _refuse(bad: Tensor, sizes: Tensor, what: str, kind: type[ValueError] = NotFinite) -> None:
     """Raise naming the first response that holds a bad token; bad is (N,)."""
     if bad.any():
         row = int(bad.nonzero()[0])
         response = int(torch.searchsorted(sizes.cumsum(0), row, right=True))
-        raise ValueError(f"response {response} has {what} at its token {row - int(sizes[:response].sum())}")
+        raise kind(f"response {response} has {what} at its token {row - int(sizes[:response].sum())}")

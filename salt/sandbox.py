@@ -14,8 +14,8 @@ What holds a program, on Linux, as root or where unprivileged user namespaces ar
   in all; replies of 32 MiB;
 - its processes end with the sandbox, and the sandbox ends with the process that made it, however that ends.
 
-`weak` leaves out the first two and the number of root's processes: the program then runs in a temporary folder, as you,
-and can read, write and send what you can.
+`weak` leaves out the first two and, for root, the limit on processes: the program then runs in a temporary folder, as
+you, and can read, write and send what you can.
 
 Departures from the paper: none (the paper does not say how code is judged).
 """

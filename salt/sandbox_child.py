@@ -134,7 +134,10 @@ def main() -> None:
             if sys.platform != "linux":
                 raise OSError("namespaces are a feature of Linux")
             shut_in()
-        for name, limit in (LIMITS | {"CPU": math.ceil(float(sys.argv[1]))}).items():
+        limits = LIMITS | {"CPU": math.ceil(float(sys.argv[1]))}
+        if sys.platform == "darwin":
+            del limits["AS"]                                           # macOS refuses it
+        for name, limit in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     except OSError as error:
         return reply(error=str(error.strerror or error))

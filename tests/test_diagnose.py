@@ -68,7 +68,7 @@ def test_words_follow_the_numbers():
     assert "much the same" in words[0]
     assert "Updates cancel" in words[1] and "more slowly" in words[1]
     nothing_cancels = {"finite": 1.0, "signal": 1.0, "n_eff": 2.7, "alpha": 0.0, "kept": 0.5, "rank_share": 0.1}
-    assert "Nothing cancels (n_eff 2.70 >= 1)" in in_words(nothing_cancels)[0]
+    assert "Nothing cancels (n_eff 2.70): alpha_t is 0.00" in in_words(nothing_cancels)[0]
 
 
 def test_report_shows_the_asked_scope_first():

@@ -276,7 +276,7 @@ REFUSALS = {
     "logsumexp dtype": ("ValueError", "layout differs between ranks"),
     "lengths": ("ValueError", "rank 0: lengths sum to 10, but there are 9 hidden states"),
     "weight": ("TypeError", "rank 0: hidden is torch.float64 and weight torch.float32"),
-    "weight nan": ("ValueError", "gradient of response 0 is not finite"),
+    "weight nan": ("NotFinite", "gradient of response 0 is not finite"),
     "temperature": ("ValueError", "temperature differs between ranks: 1.0 on rank 0, 0.9 on 1"),
     "bias": ("ValueError", "its bias differs between ranks: True on rank 0, False on 1"),
 }

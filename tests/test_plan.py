@@ -5,7 +5,7 @@ import resource
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from salt import models
 from salt import plan as planning
@@ -296,10 +296,13 @@ def test_a_short_context_shortens_the_response_and_says_so(r1_folder, capsys):
 
 def test_models_that_cannot_be_planned(tmp_path):
     GPT2Config(n_layer=2, n_embd=16, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no plan for GPT2LMHeadModel"):
+    with pytest.raises(UserError, match="no plan for gpt2"):
         plan(asked(str(tmp_path)))
     with pytest.raises(UserError, match="unknown model 'deepsek'"):
         plan(asked("deepsek"))
+    T5Config(num_layers=1, d_model=16).save_pretrained(tmp_path)                         # not a causal language model
+    with pytest.raises(UserError, match="no plan for t5"):
+        plan(asked(str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="cannot load the model"):
         plan(asked(str(tmp_path)))

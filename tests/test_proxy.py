@@ -258,7 +258,8 @@ def test_filter_redoes_a_response_whose_large_terms_cancel():
 def test_filter_drops_smallest_first_within_its_budget():
     terms = torch.tensor([0.001, 1.0, 0.002, 1.0, 0.5, 0.5, 7.0])
     # budgets at tolerance 0.01: 0.01/1.01·√(1+1+…)/2 = 0.0070 for the first response: 0.001 + 0.002 go
-    keep, errors = proxy.choose_tokens(terms, torch.zeros(4, dtype=torch.float64), torch.tensor([4, 0, 2, 1]), 0.01)
+    sizes = torch.tensor([4, 0, 2, 1])
+    keep, errors = proxy.tokens_worth_keeping(terms, torch.zeros(4, dtype=torch.float64), sizes, 0.01)
     assert keep.tolist() == [False, True, False, True, True, True, True]
     assert errors.tolist() == [pytest.approx(0.003), 0.0, 0.0, 0.0]
 

@@ -17,7 +17,7 @@ from salt.advantages import group_advantages, salt_advantages
 from salt.config import parse as parse_training
 from salt.data import ARITH_DIGITS
 from salt.errors import UserError
-from toy import redundancy, regimes, study, study_figures, study_report
+from toy import redundancy, regimes, study, study_figures, study_measures, study_report, study_verdicts
 from toy.arithmetic import HARD
 from toy.study import CELLS, CORE, EXPERIMENTS, SEEDS, SIZES, Job, Results, code_hash
 
@@ -182,10 +182,10 @@ def test_only_what_is_not_on_disk_is_run(tmp_path):
 def test_results_of_other_code_are_not_mixed_in(tmp_path):
     rows = [result("grpo", 2025, 0.5), result("grpo", 2026, 0.5) | {"code": "old"}, result("grpo", 2027, 0.5) | {
         "code": "old"}]
-    assert [row["seed"] for row in study_report.of_one_version(rows, CODE, False)] == [2025]
-    assert [row["seed"] for row in study_report.of_one_version(rows, CODE, True)] == [2026, 2027]
+    assert [row["seed"] for row in study_measures.of_one_version(rows, CODE, False)] == [2025]
+    assert [row["seed"] for row in study_measures.of_one_version(rows, CODE, True)] == [2026, 2027]
     with pytest.raises(UserError, match="2 runs of other code"):
-        study_report.gather(tmp_path, rows[1:], CODE)
+        study_measures.gather(tmp_path, rows[1:], CODE)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -302,13 +302,13 @@ def test_a_map_that_is_stopped_goes_on_and_other_code_is_left_alone(tmp_path):
 def test_differences_are_paired_by_seed_with_both_intervals():
     rows = [result("grpo", 1, 0.50), result("grpo", 2, 0.60), result("grpo", 3, 0.9),
             result("grpo+salt", 1, 0.52), result("grpo+salt", 2, 0.66)]
-    change = study_report.Runs(rows).compare("grpo+salt", "grpo", "avg@8 %")
+    change = study_measures.Runs(rows).compare("grpo+salt", "grpo", "avg@8 %")
     # Differences 2 and 6 points: mean 4, standard error 2, t with one degree of freedom 12.706: 4 ± 25.4.
     assert change.seeds == 2 and change.mean == pytest.approx(4)
     assert (change.low, change.high) == (pytest.approx(4 - 25.412, abs=1e-2), pytest.approx(4 + 25.412, abs=1e-2))
     assert change.bootstrap == (pytest.approx(2), pytest.approx(6))
     assert change.text(".1f", signed=True) == "+4.0 [-21.4, +29.4]"
-    alone = study_report.Runs(rows[:1]).measure("grpo", "avg@8 %")
+    alone = study_measures.Runs(rows[:1]).measure("grpo", "avg@8 %")
     assert alone.text(".1f") == "50.0" and alone.low != alone.low                    # one seed has no interval
 
 
@@ -317,7 +317,7 @@ def test_differences_are_paired_by_seed_with_both_intervals():
     ([-1, 1, 0.5], True, "cannot be tested at this size"), ([3], True, "cannot be tested at this size"),
     ([], True, "not run")])
 def test_verdicts(values, positive, told):
-    assert study_report.judge(study_report.interval(values), positive) == told
+    assert study_verdicts.judge(study_measures.interval(values), positive) == told
 
 
 def test_the_base_of_a_method():
@@ -326,20 +326,20 @@ def test_the_base_of_a_method():
                 ("bias", "grpo+salt signal"): "grpo",
                 ("rollouts", "hard grpo+salt G=32"): "hard grpo G=32", ("ablation", "grpo+no-proj"): "grpo+salt",
                 ("ablation", "grpo+no-proj@group"): "grpo+salt@group", ("matched", "dapo+permuted"): "dapo+salt"}
-    assert {key: study_report.base_of(*key) for key in expected} == expected
+    assert {key: study_measures.base_of(*key) for key in expected} == expected
 
 
 def test_late_metrics_are_of_the_last_fifth():
     row = result("grpo+salt", 1, 0.5, d_a=[None, 1.0, 1.0, 1.0, 1.0, 3.0], n_eff=[None, 0, 0, 0, 0, 7])
-    assert study_report.late("d_a")(row) == 3 and study_report.whole("d_a")(row) == pytest.approx(7 / 5)
-    assert study_report.METRICS["n_eff"][0](row) == 7                        # of a', not n_eff_total
-    assert study_report.METRICS["n_eff"][0](result("grpo", 1, 0.5)) == 1
+    assert study_measures.late("d_a")(row) == 3 and study_measures.whole("d_a")(row) == pytest.approx(7 / 5)
+    assert study_measures.METRICS["n_eff"][0](row) == 7                        # of a', not n_eff_total
+    assert study_measures.METRICS["n_eff"][0](result("grpo", 1, 0.5)) == 1
 
 
 def test_report_on_a_few_runs(tmp_path):
     rows = [result(cell, seed, avg + seed / 1000, clip_fraction=[None, *[1e-3] * 5], d_a=[None, *[0.8] * 5])
             for cell, avg in (("grpo", 0.3), ("grpo+salt", 0.6)) for seed in (1, 2, 3)]
-    found = study_report.gather(tmp_path, rows, CODE)
+    found = study_measures.gather(tmp_path, rows, CODE)
     study_figures.draw(found, tmp_path)
     text = study_report.write(found, tmp_path).read_text()
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
@@ -356,29 +356,29 @@ def test_the_tiny_models_points_stand_beside_the_map(tmp_path):
     kept = {"grpo+salt": 0.1, "grpo+salt@group": 0.7, "grpo+interpolated": 0.5}
     rows = [result(cell, seed, 0.5, kept=[None, *[kept.get(cell, 0.9)] * 5])
             for cell in ("grpo", *kept, "grpo+rand-proj", "grpo+kl-cov+salt") for seed in (1, 2)]
-    table = study_report.points_table(study_report.Runs(rows))
+    table = study_report.points_table(study_measures.Runs(rows))
     assert {line[0]: line[-1] for line in table[1:]} == {
         "grpo+salt": "slower", "grpo+salt@group": "much the same", "grpo+interpolated": "the border"}
     assert all(line[-3:-1] == ["+0.0 [+0.0, +0.0]", "grpo"] for line in table[1:])
     regimes.run("smoke", tmp_path / "regimes.csv", CODE["regimes"], lambda line: None)
-    study_figures.draw(study_report.gather(tmp_path, rows, CODE), tmp_path)
+    study_figures.draw(study_measures.gather(tmp_path, rows, CODE), tmp_path)
     assert (tmp_path / "regimes_points.png").stat().st_size > 0
 
 
 def test_each_row_says_how_to_get_it_again():
     """The command beside a row asks for the runs of that row, and nothing else."""
     rows = [result("grpo", 1, 0.5)]
-    for name in study_report.COLUMNS:
-        for line in study_report.experiment_table(name, study_report.Runs(rows))[1:]:
+    for name in study_measures.COLUMNS:
+        for line in study_report.experiment_table(name, study_measures.Runs(rows))[1:]:
             _, script, *flags = shlex.split(line[-1].strip("`"))
             options = study.parse(flags)
             assert script == "toy/study.py" and {item.cell for item in study.jobs_of(options, CODE)} == {line[0]}
 
 
 def test_paper_values_are_the_papers():
-    assert study_report.PAPER["main"]["grpo+salt"] == {"avg@8 %": 53.7, "pass@8 %": 78.1}
-    assert study_report.PAPER["bias"]["dapo+salt"] == {"D_a": 0.17, "D_g": 0.11, "n_eff": 1.0, "U_perp gain": 1.24}
-    for experiment, cells in study_report.PAPER.items():
+    assert study_measures.PAPER["main"]["grpo+salt"] == {"avg@8 %": 53.7, "pass@8 %": 78.1}
+    assert study_measures.PAPER["bias"]["dapo+salt"] == {"D_a": 0.17, "D_g": 0.11, "n_eff": 1.0, "U_perp gain": 1.24}
+    for experiment, cells in study_measures.PAPER.items():
         assert set(cells) <= set(EXPERIMENTS[experiment].methods(full=True))
 
 

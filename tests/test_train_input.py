@@ -1,4 +1,5 @@
 """A user's mistake in training: one line, exit status 2, and no output directory left behind."""
+import csv
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from salt import models, rollout
 from salt.config import TINY
 from salt.errors import UserError
 from salt.metrics import RunDirectory
+from toy.arithmetic import warm_start
 from training import ROOT, SMALL, Reward, lines, run
 
 
@@ -46,7 +48,8 @@ FLAGS = [
     ("--max-response 4000", "context"), ("--algo dapo --gen-batch 99 --epochs 1", "do not fill one batch of 99"),
     ("--salt fixed-alpha --alpha 1.5", "alpha"), ("--salt fixed-alpha --alpha -0.1", "alpha"),
     ("--salt --rank-max 0", "rank-max"), ("--steps 0", "steps"), ("--steps -1", "steps"),
-    ("--eval-every -1", "eval-every"),
+    ("--eval-every -1", "eval-every"), ("--eval-every 1 --dataset rows.jsonl", "--eval-dataset"),
+    ("--seed 9223372036854775808", "2 ** 63"), ("--diagnose --resume runs/that", "--model runs/that/final"),
 ]
 
 
@@ -110,6 +113,31 @@ def test_a_bad_data_file_is_named(tiny_folder, tmp_path, content):
     if content is not None:
         path.write_text(content, encoding="latin-1")
     assert "rows.jsonl" in refused(tiny_folder, tmp_path / "run", "--dataset", str(path))
+
+
+def test_what_is_evaluated_must_be_judged_as_what_is_trained_on(tiny_folder, tmp_path):
+    (tmp_path / "data" / "gpqa").mkdir(parents=True)
+    row = {"Question": "2?", "Correct Answer": "2", "Incorrect Answer 1": "1", "Incorrect Answer 2": "3",
+           "Incorrect Answer 3": "4", "Record ID": "r"}
+    with (tmp_path / "data" / "gpqa" / "test.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerow(row)
+    told = refused(tiny_folder, tmp_path / "run", "--eval-every", "1", "--eval-dataset", "gpqa", "--data-dir",
+                   str(tmp_path / "data"))
+    assert "gpqa is judged as choice, arith as math" in told
+
+
+def test_a_file_is_evaluated_only_with_another_data_set():
+    assert train.parse(["--dataset", "rows.jsonl"])[0].eval_every == 0 < train.parse([])[0].eval_every
+    assert train.parse(["--dataset", "rows.jsonl", "--eval-dataset", "arith"])[0].eval_every == TINY["eval_every"]
+
+
+def test_a_cache_that_cannot_be_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SALT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="SALT_CACHE"):
+        warm_start()
 
 
 def test_a_row_whose_gold_does_not_parse_is_skipped_and_named(tiny_folder, tmp_path, capsys):

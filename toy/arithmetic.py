@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from salt.errors import UserError
+
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = " +0123456789=\\bdeox{}"
 
@@ -41,7 +43,7 @@ class WarmStart:
     version: int = 1                         # raise it when the code below changes what comes out
 
 
-HARD = WarmStart(digits=(4, 5, 6), steps=700)                # --dataset arith-hard: longer, right in less than a tenth
+HARD = WarmStart(digits=(4, 5, 6), steps=700)                # of toy/study.py, for the data set arith-hard
 
 
 def draw_problem(rng: random.Random, digits: tuple[int, ...]) -> tuple[int, int]:
@@ -151,8 +153,11 @@ def warm_start(config: WarmStart = WarmStart(), say=print) -> Path:
     if folder.is_dir():
         return folder
     say(f"warm start: teaching the tiny model sloppy addition ({config.steps} steps, about 30 seconds; kept for later)")
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix="tiny-", suffix=".tmp", dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix="tiny-", suffix=".tmp", dir=cache))
+    except OSError as error:
+        raise UserError(f"cannot keep the tiny model in {cache}: {error.strerror}; set SALT_CACHE") from error
     try:
         _train(config, temporary)
         temporary.rename(folder)

@@ -44,8 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (2025, 2026, 2027, 2028, 2029)
 MATHS = ("salt/advantages.py", "salt/geometry.py", "salt/stats.py")
 MODEL = ("salt/models.py", "salt/proxy.py", "salt/reward.py", "salt/rollout.py", "toy/arithmetic.py")
-DECIDES = {"train": ("train.py", "salt/config.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py", "salt/metrics.py", *MATHS,
-                     *MODEL),
+DECIDES = {"train": ("train.py", "salt/config.py", "salt/data.py", "salt/evaluation.py", "salt/loss.py",
+                     "salt/metrics.py", *MATHS, *MODEL),
            "redundancy": ("toy/cancellation.py", "toy/redundancy.py", *MATHS, *MODEL),
            "regimes": ("toy/bandit.py", "toy/regimes.py", "salt/advantages.py", "salt/stats.py")}
 
@@ -122,7 +122,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "main": Experiment("Main results (Table 2)", MAIN, (
+    "main": Experiment("Main results (Table 2, its averages)", MAIN, (
         "grpo+salt sum", "grpo+salt@group sum", "grpo+salt@8", "grpo+salt signal", "dapo+released-code",
         *(f"{name} T=1" for name in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated")),
         *(f"hard {name}" for name in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "dapo",
@@ -445,10 +445,10 @@ def main(argv: list[str] | None = None) -> int:
                 regimes.run(size, options.output / "regimes.csv", code["regimes"], spread=pool.map)
     elif not options.output.is_dir():
         raise UserError(f"{options.output} holds no results: run `python toy/study.py core` first, or name --output")
-    from toy import study_figures, study_report
-    found = study_report.gather(options.output, Results(options.output).rows, code, options.any_code)
-    study_figures.draw(found, options.output)
+    from toy import study_figures, study_measures, study_report
+    found = study_measures.gather(options.output, Results(options.output).rows, code, options.any_code)
     print(study_report.write(found, options.output))
+    study_figures.draw(found, options.output)
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0

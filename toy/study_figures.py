@@ -9,15 +9,14 @@ from statistics import fmean
 from toy import regimes
 from toy.cancellation import new_figure
 from toy.study import ALPHAS, CELLS, COMPONENTS, GROUP_SIZES, REGULARIZERS
-from toy.study_report import Gathered, Interval, Runs, panels, points, verdict_of_cell
+from toy.study_measures import Gathered, Interval, Runs, panels, points, verdict_of_cell
 
 
 def draw(found: Gathered, folder: Path) -> None:
     """Every figure that there are results for."""
     runs = found.runs
     if found.rows:
-        draw_dynamics(runs, ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated",
-                             *(f"grpo+{name}" for name in REGULARIZERS)), folder / "dynamics.png")
+        draw_dynamics(runs, folder / "dynamics.png")
         draw_redundancy(runs, folder / "redundancy.png")
         draw_plane(runs, folder / "ablation.png")
         draw_rollouts(runs, folder / "rollouts.png")
@@ -38,48 +37,54 @@ def mean_curve(runs: Runs, cell: str, name: str, otherwise: str | None = None) -
     return [*points], [fmean(values) for values in points.values()]
 
 
-def draw_dynamics(runs: Runs, cells: tuple[str, ...], path: Path) -> None:
-    """Accuracy, entropy, PR, n_eff of the update against the step, means over seeds."""
-    figure, axes = new_figure(1, 4, (17, 4))
+def draw_dynamics(runs: Runs, path: Path) -> None:
+    """Accuracy, entropy, PR, n_eff of the update against the step, means over seeds: GRPO's methods above DAPO's."""
+    figure, rows = new_figure(2, 4, (17, 8))
     names = (("eval_avg", None, "avg@8"), ("entropy", None, "entropy (nats per token)"),
              ("pr_total", None, "PR"), ("n_eff", "n_eff_total", "n_eff of the update"))
-    for axis, (name, otherwise, title) in zip(axes, names):
-        for cell in cells:
-            if cell in runs.by:
-                axis.plot(*mean_curve(runs, cell, name, otherwise), label=cell, lw=1.3)
-        axis.set(title=title, xlabel="step")
-    axes[0].legend(fontsize=7)
+    for base, axes in zip(("grpo", "dapo"), rows):
+        cells = [base, *(f"{base}+{name}" for name in ("salt", "salt@group", "interpolated", *REGULARIZERS))]
+        for axis, (name, otherwise, title) in zip(axes, names):
+            for cell in cells:
+                if cell in runs.by:
+                    axis.plot(*mean_curve(runs, cell, name, otherwise), label=cell, lw=1.3)
+            axis.set(title=title, xlabel="step")
+        _legend(axes[0])
     figure.savefig(path, dpi=110)
 
 
 def draw_redundancy(runs: Runs, path: Path) -> None:
     """Fig. 2: redundancy through training, and with the group size at a fixed number of responses."""
     figure, (above, below) = new_figure(2, 4, (17, 7.5))
-    for axis, (name, title) in zip(above, (("r_in", "r within groups"), ("pr_in", "PR within groups"),
-                                           ("n_eff_in_signal", "n_eff within groups with a signal"),
-                                           ("n_eff_out", "n_eff across prompts"))):
-        for cell in ("grpo", "dapo"):
-            axis.plot(*mean_curve(runs, cell, name), label=cell)
+    panels_above = ((("r_in", "r_total"), "r"), (("pr_in", "pr_total"), "PR"),
+                    (("n_eff_in", "n_eff_in_signal", "n_eff_total"), "n_eff"), (("n_eff_out",), "n_eff across prompts"))
+    for axis, (names, title) in zip(above, panels_above):
+        for cell, style in (("grpo", "-"), ("dapo", "--")):
+            for number, name in enumerate(names if cell in runs.by else ()):
+                axis.plot(*mean_curve(runs, cell, name), style, color=f"C{number}", label=f"{cell}, {name}", lw=1.2)
         axis.set(title=title, xlabel="step")
-    above[0].legend()
-    sizes = sorted({row["G"] for found in runs.by.get("redundancy", {}).values() for row in found["table"]})
-    lines = (("r_in", "r_total"), ("pr_in", "pr_total"), ("n_eff_in_signal",), ("mini-batch alpha", "group alpha"))
+    lines = (("r_in", "r_total"), ("pr_in", "pr_total"),
+             ("n_eff_in", "n_eff_in_signal", "n_eff_total", "no_cancellation"),
+             ("mini-batch alpha", "group alpha", "mini-batch kept", "group kept"))
     for axis, names in zip(below, lines):
         for name in names:
-            axis.plot(sizes, [fmean(runs.table(size, name).values()) for size in sizes], "o-", label=name)
+            found = {size: list(runs.table(size, name).values()) for size in runs.group_sizes()}
+            found = {size: fmean(values) for size, values in found.items() if values}
+            axis.plot([*found], [*found.values()], "k--" if name == "no_cancellation" else "o-", label=name, lw=1.2)
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("group size G")
-    below[2].plot(sizes, [fmean(rho * size / (size - 1) for rho in runs.table(size, "rho").values()) for size in sizes],
-                  "k--", label="1 − κ, the prediction")
-    for axis in below:
-        axis.legend(fontsize=8)
+        axis.set(title="the warm start's rollouts", xlabel="group size G")
+    if runs.group_sizes():
+        below[2].set_yscale("log")
+    for axis in (*above, *below):
+        _legend(axis)
     figure.savefig(path, dpi=110)
 
 
 def draw_plane(runs: Runs, path: Path) -> None:
-    """PR against n_eff of the update, late in training; and the adaptive α_t by group size beside fixed ones."""
-    figure, (plane, trace, fixed) = new_figure(1, 3, (16, 4.6))
-    for cell in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", *(f"grpo+{name}" for name in COMPONENTS)):
+    """PR against n_eff of the update, late in training; the adaptive α_t by group size; what fixed ones do."""
+    figure, (plane, trace, fixed, cancelled) = new_figure(1, 4, (20, 4.6))
+    for cell in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+alpha=0.5",
+                 *(f"grpo+{name}" for name in COMPONENTS)):
         x, y = runs.measure(cell, "PR"), runs.measure(cell, "n_eff")
         if x.seeds:
             plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="o", label=cell, lw=0.8)
@@ -88,20 +93,25 @@ def draw_plane(runs: Runs, path: Path) -> None:
         if cell in runs.by:
             trace.plot(*mean_curve(runs, cell, "alpha"), label=cell, lw=1.2)
     trace.set(title="adaptive α_t", xlabel="step")
-    for scope in ("", "@group"):
-        found = [(alpha, runs.measure(f"grpo+alpha={alpha:g}{scope}", "avg@8 %")) for alpha in ALPHAS]
-        found = [(alpha, value) for alpha, value in found if value.seeds]
-        if found:
-            fixed.errorbar([a for a, _ in found], [v.mean for _, v in found], yerr=[_half(v) for _, v in found],
-                           fmt="o-", label=f"fixed α{scope}")
-        full = runs.measure(f"grpo+salt{scope}", "avg@8 %")
-        if full.seeds:
-            fixed.axhline(full.mean, ls="--", lw=1, color="k", label=f"adaptive{scope}")
-    fixed.set(title="fixed α against the adaptive one", xlabel="α", ylabel="avg@8 %")
+    for axis, metric in ((fixed, "avg@8 %"), (cancelled, "n_eff")):
+        for scope, colour in (("", "C0"), ("@group", "C1")):
+            found = [(alpha, runs.measure(f"grpo+alpha={alpha:g}{scope}", metric)) for alpha in ALPHAS]
+            found = [(alpha, value) for alpha, value in found if value.seeds]
+            if found:
+                axis.errorbar([a for a, _ in found], [v.mean for _, v in found], yerr=[_half(v) for _, v in found],
+                              fmt="o-", label=f"fixed α{scope}", color=colour)
+            full = runs.measure(f"grpo+salt{scope}", metric)
+            if full.seeds:
+                axis.axhline(full.mean, ls="--", lw=1, color=colour, label=f"adaptive{scope}")
+        axis.set(title="fixed α against the adaptive one", xlabel="α", ylabel=metric)
     for axis in (plane, trace, fixed):
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
+        _legend(axis)
     figure.savefig(path, dpi=110)
+
+
+def _legend(axis) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
 
 
 def draw_rollouts(runs: Runs, path: Path) -> None:
@@ -109,17 +119,16 @@ def draw_rollouts(runs: Runs, path: Path) -> None:
     figure, axes = new_figure(2, 4, (17, 7.5))
     names = ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t", "kept", "exploration", "clip fraction")
     for axis, name in zip(axes.flat, names):
-        for base in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "dapo", "dapo+salt"):
+        for base in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+entropy", "dapo", "dapo+salt"):
             cells = {size: base if size == 8 else f"{base} G={size}" for size in sorted((8, *GROUP_SIZES))}
             found = {size: runs.measure(cell, name) for size, cell in cells.items() if cell in runs.by}
             found = {size: value for size, value in found.items() if value.seeds}
             if len(found) > 1:
-                axis.errorbar(found, [v.mean for v in found.values()], yerr=[_half(v) for v in found.values()],
+                axis.errorbar([*found], [v.mean for v in found.values()], yerr=[_half(v) for v in found.values()],
                               fmt="o-", label=base, lw=1.2, capsize=2)
         axis.set_xscale("log", base=2)
         axis.set(title=name, xlabel="group size G")
-    if axes.flat[0].get_legend_handles_labels()[0]:
-        axes.flat[0].legend(fontsize=7)
+    _legend(axes.flat[0])
     figure.savefig(path, dpi=110)
 
 

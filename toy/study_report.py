@@ -1,185 +1,38 @@
 """What toy/study.py measured, as tables beside the paper's values, with a verdict for each of its claims.
 
-Intervals are 95 %. Over five seeds a percentile bootstrap, which the paper uses, covers about 84 %: Student's t decides
-the verdicts and the bootstrap stands beside it. Differences are paired by seed. "Late" is the mean over the last fifth
-of a run. A verdict is
+Intervals are 95 %, over seeds: the test problems are the same for all. Over five seeds a percentile bootstrap, which
+the paper uses, covers about 84 %: Student's t decides the verdicts and the bootstrap stands beside it. Differences are
+paired by seed. Accuracies are of the last step, alpha_t, kept, exploration, "n_eff of a" and the clip fraction means
+over the run, s/step a median; everything else is "late", the mean over the last fifth of a run. A verdict is
 
     holds                             the interval lies on the claim's side
     does not hold                     it lies on the other side
     cannot be tested at this size     it contains 0: this many seeds of this length cannot tell
 
-Each interval misses in one case of twenty, so of all the lines below one or two are wrong by chance.
+One interval in twenty misses by chance. The lines share runs (every `grpo+…` line those of `grpo`), so misses come
+together. "(ours)": the paper makes no such claim, or makes it for another scope.
 
 Departures from the paper: values of a 0.5 M parameter model stand beside values of a 1.5B or 7B model. The claims can
 be compared, the numbers cannot.
 """
 import csv
-import math
 import shlex
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Callable, Iterator
 
 from salt.diagnose import KEPT_LITTLE, KEPT_MOST
-from salt.errors import UserError
-from salt.stats import mean_interval, paired_bootstrap
 from toy import regimes
 from toy.redundancy import SCOPES
-from toy.study import CELLS, COMPONENTS, EXPERIMENTS, NULLS, REGULARIZERS
+from toy.study import CELLS, EXPERIMENTS
+from toy.study_measures import (COLUMNS, DIFFERENCE, METRICS, NOTHING, PAPER, POINTS, Gathered, Runs, base_of, interval,
+                                interventions, panels, points, verdict_of_cell, whole)
+from toy.study_verdicts import NOT_RUN, proxy_line, verdicts
 
 MAP_SAYS = {"most": "much the same", "half": "the border", "little": "slower"}
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be tested at this size"
-NOT_RUN = "not run"
-MAP_NOTE = ("Every cell is a contextual bandit (toy/regimes.py); k_t/m and n_eff are means over its own run. At 95 % "
-            "one interval in twenty misses by chance: of 240, six on either side. At one learning rate a smaller a' is "
-            "also a smaller step; at the tuned rates that is made up for.")
+MAP_NOTE = ("Every cell is a contextual bandit (toy/regimes.py); k_t/m and n_eff are means over its own run. One "
+            "interval in twenty misses by chance, and the best and worst of many are picked: their intervals say too "
+            "much. At one learning rate a smaller a' is also a smaller step; the tuned rates make up for that.")
 
-
-# ---------------------------------------------------------------------------- metrics of one run
-
-def curve(row: dict, name: str) -> list[float]:
-    return [value for value in row["curves"].get(name, ()) if value is not None]
-
-
-def last(name: str, scale: float = 1.0) -> Callable[[dict], float]:
-    return lambda row: scale * curve(row, name)[-1] if curve(row, name) else math.nan
-
-
-def late(name: str, otherwise: str | None = None) -> Callable[[dict], float]:
-    """Mean over the last fifth of the steps; of another curve where a run has none of this name."""
-    def mean(row: dict) -> float:
-        values = curve(row, name) or (curve(row, otherwise) if otherwise else [])
-        return fmean(values[-max(1, len(values) // 5):]) if values else math.nan
-    return mean
-
-
-def whole(name: str, scale: float = 1.0) -> Callable[[dict], float]:
-    return lambda row: scale * fmean(curve(row, name)) if curve(row, name) else math.nan
-
-
-def step_seconds(row: dict) -> float:
-    """Of a step, without diagnostics and evaluation: the median is deaf to what else the machine does."""
-    names = ("seconds_total", "seconds_diagnostics", "seconds_evaluate")
-    total, *aside = ([value or 0.0 for value in row["curves"].get(name, ())] for name in names)
-    steps = sorted(t - sum(column[i] if column else 0.0 for column in aside) for i, t in enumerate(total) if t)
-    return steps[len(steps) // 2] if steps else math.nan
-
-
-def geometry_share(row: dict) -> float:
-    """Percent that Gram and reweighting add to the rest of a step."""
-    spent = whole("seconds_geometry")(row)
-    return 100 * spent / max(step_seconds(row) - spent, 1e-9)
-
-
-METRICS: dict[str, tuple[Callable[[dict], float], str]] = {               # heading -> (of a run, format)
-    "avg@8 %": (last("eval_avg", 100), ".1f"), "pass@8 %": (last("eval_pass@8", 100), ".1f"),
-    "entropy": (late("entropy"), ".3f"), "PR": (late("pr_total"), ".2f"),
-    "n_eff": (late("n_eff", "n_eff_total"), ".2f"),
-    "alpha_t": (whole("alpha"), ".2f"), "k_t/m": (late("rank_share"), ".3f"), "D_a": (late("d_a"), ".2f"),
-    "D_g": (late("d_g"), ".2f"), "U_perp gain": (late("u_perp_gain"), ".2f"),
-    "kept": (whole("kept"), ".2f"), "exploration": (whole("exploration"), ".2f"),
-    "n_eff of a": (whole("n_eff_total"), ".2f"),
-    "no signal": (late("no_signal_share"), ".2f"), "clip fraction": (whole("clip_fraction"), ".1e"),
-    "s/step": (step_seconds, ".3f"), "geometry %": (geometry_share, ".1f"),
-}
-COLUMNS = {
-    "main": ("avg@8 %", "pass@8 %", "n_eff", "k_t/m"), "redundancy": ("PR", "n_eff"),
-    "entropy": ("avg@8 %", "pass@8 %", "entropy", "PR", "n_eff"), "ablation": ("avg@8 %", "pass@8 %", "PR", "n_eff"),
-    "fixed-alpha": ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t"),
-    "matched": ("D_a", "D_g", "n_eff", "U_perp gain", "avg@8 %"),
-    "bias": ("D_a", "D_g", "n_eff", "U_perp gain", "k_t/m", "no signal", "avg@8 %"),
-    "rollouts": ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t", "kept", "exploration", "clip fraction"), "cost": ("s/step", "geometry %"),
-}
-AGAINST_SALT = ("ablation", "fixed-alpha", "matched")                                    # others: the base algorithm
-DIFFERENCE = {"matched": "n_eff", "bias": "n_eff", "redundancy": "n_eff"}                  # others: the first column
-PAPER: dict[str, dict[str, dict[str, float]]] = {
-    # Averages over five benchmarks, DeepSeek-Distill-Qwen-1.5B on MATH-TRAIN (tables rq2 and app_ablation).
-    "main": {"grpo": (51.2, 75.4), "grpo+salt": (53.7, 78.1), "dapo": (51.6, 75.8), "dapo+salt": (53.1, 77.0)},
-    "entropy": {"grpo": (51.2, 75.4), "grpo+salt": (53.7, 78.1), "grpo+entropy": (51.0, 75.1),
-                "grpo+clip-cov": (51.6, 75.9), "grpo+kl-cov": (51.8, 75.8), "dapo": (51.6, 75.8),
-                "dapo+salt": (53.1, 77.0), "dapo+entropy": (51.6, 75.9), "dapo+clip-cov": (51.9, 76.0),
-                "dapo+kl-cov": (52.0, 76.1)},
-    "ablation": {"grpo": (51.2, 75.4), "grpo+salt": (53.7, 78.1), "grpo+only-main": (51.9, 76.2),
-                 "grpo+only-exp": (51.6, 75.9), "grpo+no-positive": (51.3, 75.6), "grpo+no-proj": (51.1, 75.4),
-                 "grpo+rand-proj": (51.2, 75.5), "grpo+pr-alpha": (52.1, 76.6), "grpo+entropy-alpha": (51.8, 76.2)},
-    # D_a, D_g, n_eff, U_perp gain of the 7B model (tables matched_subspace_intervention and bias_cancellation).
-    "matched": {"grpo": (0.0, 0.0, 0.31, 1.0), "grpo+rand-proj": (0.22, 0.18, 0.50, 1.13),
-                "grpo+permuted": (0.24, 0.19, 0.43, 1.08), "grpo+matched-rand-subspace": (0.24, 0.18, 0.55, 1.18),
-                "grpo+salt": (0.24, 0.16, 0.80, 1.47), "dapo": (0.0, 0.0, 0.82, 1.0),
-                "dapo+rand-proj": (0.16, 0.13, 0.86, 1.07), "dapo+permuted": (0.17, 0.13, 0.84, 1.04),
-                "dapo+matched-rand-subspace": (0.17, 0.12, 0.89, 1.10), "dapo+salt": (0.17, 0.11, 1.00, 1.24)},
-}
-PAPER["bias"] = {name: PAPER["matched"][name] for name in ("grpo", "grpo+salt", "dapo", "dapo+salt")}
-PAPER = {experiment: {cell: dict(zip(COLUMNS[experiment], values)) for cell, values in cells.items()}
-         for experiment, cells in PAPER.items()}
-
-
-# ---------------------------------------------------------------------------- runs together
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean, or a paired difference, over seeds."""
-    mean: float
-    low: float
-    high: float
-    bootstrap: tuple[float, float]
-    seeds: int
-
-    def text(self, form: str, signed: bool = False) -> str:
-        sign = "+" if signed else ""
-        if self.seeds == 0:
-            return "–"
-        if self.seeds == 1:
-            return f"{self.mean:{sign}{form}}"
-        return f"{self.mean:{sign}{form}} [{self.low:{sign}{form}}, {self.high:{sign}{form}}]"
-
-
-NOTHING = Interval(math.nan, math.nan, math.nan, (math.nan, math.nan), 0)
-
-
-def interval(values: list[float]) -> Interval:
-    values = [value for value in values if value == value]
-    if not values:
-        return NOTHING
-    bootstrap = paired_bootstrap(values, [0.0] * len(values))[1:] if len(values) > 1 else (math.nan, math.nan)
-    return Interval(*mean_interval(values), bootstrap, len(values))
-
-
-class Runs:
-    """Training runs by method and seed, and the warm starts' redundancy tables by seed."""
-
-    def __init__(self, rows: list[dict]):
-        self.by: dict[str, dict[int, dict]] = {}
-        for row in rows:
-            self.by.setdefault(row["cell"], {})[row["seed"]] = row
-
-    def measure(self, cell: str, metric: str) -> Interval:
-        return interval([METRICS[metric][0](row) for row in self.by.get(cell, {}).values()])
-
-    def compare(self, cell: str, base: str, metric: str) -> Interval:
-        """cell − base over the seeds that both have."""
-        one, other, of = self.by.get(cell, {}), self.by.get(base, {}), METRICS[metric][0]
-        return interval([of(one[seed]) - of(other[seed]) for seed in sorted(one.keys() & other.keys())])
-
-    def table(self, size: int, name: str) -> dict[int, float]:
-        """seed -> a column of the redundancy table at group size `size`."""
-        return {seed: row["table"][i][name] for seed, row in self.by.get("redundancy", {}).items()
-                for i in range(len(row["table"])) if row["table"][i]["G"] == size and name in row["table"][i]}
-
-
-def base_of(experiment: str, cell: str) -> str:
-    """What a method is compared with: the base algorithm under the same conditions, or full SALT."""
-    if experiment in AGAINST_SALT:
-        return cell.split("+")[0] + "+salt" + ("@group" if cell.endswith("@group") else "")
-    prefix, rest = ("hard ", cell[5:]) if cell.startswith("hard ") else ("", cell)
-    method, _, condition = rest.partition(" ")
-    condition = f" {condition}" if condition and condition not in ("sum", "signal") else ""
-    return f"{prefix}{method.split('+')[0]}{condition}"
-
-
-# ---------------------------------------------------------------------------- tables
 
 def markdown(lines: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]]]
@@ -192,7 +45,9 @@ def experiment_table(name: str, runs: Runs) -> list[list[str]]:
     lines = [["method", "seeds", *columns, f"Δ {compared}", "bootstrap", "against", "command"]]
     for cell in EXPERIMENTS[name].methods(full=True):
         full = "" if cell in EXPERIMENTS[name].core else " --full"
-        command = f"`python toy/study.py {name}{full} --methods {shlex.quote(cell)}`"
+        asked = ",".join(dict.fromkeys((base_of(name, cell), cell)))
+        full = full or ("" if base_of(name, cell) in EXPERIMENTS[name].core else " --full")
+        command = f"`python toy/study.py {name}{full} --methods {shlex.quote(asked)}`"
         if cell not in runs.by:
             lines.append([cell, NOT_RUN] + ["–"] * (len(columns) + 3) + [command])
             continue
@@ -212,54 +67,26 @@ def experiment_table(name: str, runs: Runs) -> list[list[str]]:
 
 
 def redundancy_table(runs: Runs) -> list[list[str]]:
-    """The warm start's rollouts in groups of G, means over seeds."""
-    names = {"signal": ".2f", "r_in": ".2f", "pr_in": ".2f", "pr_total": ".2f", "n_eff_in_signal": ".2f",
-             "n_eff_out": ".2f", "n_eff_total": ".2f"} | {
-        f"{scope} {name}": ".2f" for name in ("alpha", "kept", "exploration", "d_a") for scope in SCOPES}
-    sizes = sorted({row["G"] for found in runs.by.get("redundancy", {}).values() for row in found["table"]})
-    lines = [["G", *names, "1 − κ"]]
-    for size in sizes:
-        kappa = [rho * size / (size - 1) for rho in runs.table(size, "rho").values()]      # 1 − κ = ρ_δ G / (G − 1)
-        lines.append([str(size), *(interval(list(runs.table(size, name).values())).text(form)
-                                   for name, form in names.items()), interval(kappa).text(".2f")])
-    return lines
-
-
-POINTS = ("kept", "k_t/m", "n_eff of a", "alpha_t", "D_a")
-
-
-def points(runs: Runs) -> dict[str, Interval]:
-    """The tiny model's own points of the map: SALT and `interpolated` under each condition -> Δ avg@8 from the base."""
-    found = {}
-    for cell in CELLS:
-        flags = CELLS[cell]
-        if cell in runs.by and flags.get("salt") in ("salt", "interpolated") and "regularizer" not in flags:
-            found[cell] = runs.compare(cell, base_of("main", cell), "avg@8 %")
-    return found
+    """The warm start's rollouts in groups of G, means over seeds. no_cancellation: the prediction 1 − κ for n_eff."""
+    names = ["signal", "r_in", "r_total", "pr_in", "pr_total", "n_eff_in", "n_eff_in_signal", "no_cancellation",
+             "n_eff_out", "n_eff_total",
+             *(f"{scope} {name}" for name in ("alpha", "kept", "exploration", "d_a") for scope in SCOPES)]
+    return [["G", *names]] + [
+        [str(size), *(interval(list(runs.table(size, name).values())).text(".2f") for name in names)]
+        for size in runs.group_sizes()]
 
 
 def points_table(runs: Runs) -> list[list[str]]:
-    """What decides a', beside what came of it; and what the map says of such a share of ‖a‖²."""
+    """What decides a', beside what came of it; and what the map says of SALT at such a share of ‖a‖²."""
     lines = [["method", *POINTS, "Δ avg@8 %", "against", "the map"]]
     for cell, change in points(runs).items():
-        measured = [runs.measure(cell, name) for name in POINTS]
+        measured = [interval([whole(name)(row) for row in runs.by[cell].values()]) for name in POINTS.values()]
         kept = measured[0].mean
         place = "most" if kept >= KEPT_MOST else "half" if kept >= KEPT_LITTLE else "little"
-        lines.append([cell, *(value.text(METRICS[name][1]) for name, value in zip(POINTS, measured)),
-                      change.text(".1f", signed=True), base_of("main", cell) if change.seeds else "–", MAP_SAYS[place]])
+        lines.append([cell, *(value.text(".2f") for value in measured), change.text(".1f", signed=True),
+                      base_of("main", cell) if change.seeds else "–",
+                      MAP_SAYS[place] if CELLS[cell]["salt"] == "salt" else "–"])
     return lines
-
-
-def verdict_of_cell(row: dict, kind: str) -> str:
-    """helps, hurts or no difference, by the interval of Student's t. kind: "tuned" or "same"."""
-    return "helps" if row[f"{kind}_low"] > 0 else "hurts" if row[f"{kind}_high"] < 0 else "no difference"
-
-
-def panels(rows: list[dict]) -> Iterator[tuple[float, str, list[dict]]]:
-    """(signal, method, its rows) for the methods other than GRPO."""
-    for signal in sorted({row["signal"] for row in rows}, reverse=True):
-        for method in regimes.METHODS[1:]:
-            yield signal, method, [row for row in rows if row["signal"] == signal and row["method"] == method]
 
 
 def regimes_table(rows: list[dict], kind: str) -> list[list[str]]:
@@ -277,113 +104,43 @@ def regimes_table(rows: list[dict], kind: str) -> list[list[str]]:
     return lines
 
 
-# ---------------------------------------------------------------------------- verdicts
-
-def judge(change: Interval, positive: bool = True) -> str:
-    """A claimed change of one sign against its interval."""
-    if change.seeds == 0:
-        return NOT_RUN
-    low, high = (change.low, change.high) if positive else (-change.high, -change.low)
-    return HOLDS if low > 0 else FAILS if high < 0 else OPEN
-
-
-def verdicts(runs: Runs) -> list[list[str]]:
-    """claim, what was measured, verdict."""
-    lines = [["claim of the paper", "measured here (95 %, paired)", "verdict"]]
-
-    def changes(claim: str, cell: str, base: str, metric: str, positive: bool = True) -> None:
-        change = runs.compare(cell, base, metric)
-        lines.append([claim, f"{metric}: {cell} − {base} = {change.text(METRICS[metric][1], signed=True)}",
-                      judge(change, positive)])
-
-    for base in ("grpo", "dapo"):
-        for scope in ("", "@group"):
-            for metric in ("n_eff", "PR", "avg@8 %", "pass@8 %"):
-                changes(f"SALT{scope} raises {metric}", f"{base}+salt{scope}", base, metric)
-    for scope in ("mini-batch", "group"):
-        small, large = runs.table(8, f"{scope} alpha"), runs.table(128, f"{scope} alpha")
-        growth = interval([large[seed] - small[seed] for seed in sorted(small.keys() & large.keys())])
-        lines.append([f"α_t grows with G ({scope} scope)", "warm start, α_t(G = 128) − α_t(G = 8) = "
-                      + growth.text(".2f", signed=True), judge(growth)])
-    changes("α_t grows with G, in training", "grpo+salt G=32", "grpo+salt", "alpha_t")
-    for name in (*COMPONENTS, "alpha=0.5"):
-        changes(f"{name} is worse than full SALT", f"grpo+{name}", "grpo+salt", "avg@8 %", positive=False)
-    for name in NULLS:
-        changes(f"{name}, with SALT's coefficients, has a lower n_eff", f"grpo+{name}", "grpo+salt", "n_eff", False)
-        changes(f"{name} is worse than SALT", f"grpo+{name}", "grpo+salt", "avg@8 %", positive=False)
-    for name in REGULARIZERS:
-        changes(f"{name} raises entropy", f"grpo+{name}", "grpo", "entropy")
-        change = runs.compare(f"grpo+{name}", "grpo", "n_eff")
-        told = {HOLDS: FAILS, FAILS: HOLDS, OPEN: OPEN, NOT_RUN: NOT_RUN}[judge(change)]
-        lines.append([f"{name} does not raise n_eff", f"n_eff: {change.text('.2f', signed=True)}", told])
-    clipped = {cell: runs.measure(cell, "clip fraction") for cell in ("grpo", "grpo+salt", "grpo+salt@group")}
-    clipped = {cell: found for cell, found in clipped.items() if found.seeds}
-    largest = max((found.mean for found in clipped.values()), default=math.nan)
-    lines.append(["clip fraction below 2e-4", ", ".join(f"{cell} {found.mean:.1e}" for cell, found in clipped.items())
-                  or "–", NOT_RUN if not clipped else HOLDS if largest < 2e-4 else FAILS])
-    share = runs.measure("grpo+salt", "geometry %")
-    lines.append(["SALT takes at most 7.7 % more time",
-                  f"Gram and reweighting take {share.text('.1f')} % of the rest of a step",
-                  NOT_RUN if share.seeds == 0 else HOLDS if share.high <= 7.7 else FAILS])
-    for base, paper in (("grpo", 0.24), ("dapo", 0.17)):
-        for scope in ("", "@group"):
-            found = runs.measure(f"{base}+salt{scope}", "D_a")
-            inside = HOLDS if found.low <= paper <= found.high else FAILS
-            told = NOT_RUN if not found.seeds else inside if found.seeds > 1 else OPEN
-            lines.append([f"D_a = {paper} ({base}+salt{scope})", f"D_a = {found.text('.2f')}", told])
-    for base in ("grpo", "dapo"):
-        changes(f"(ours) interpolated does not lose to {base}", f"{base}+interpolated", base, "avg@8 %")
+def kept_table(rows: list[dict]) -> list[list[str]]:
+    """SALT at both scopes by the share of ‖a‖² that P_k keeps: the table behind `train.py --diagnose`."""
+    lines = [["P_k keeps", "cells", "lost, same rate", "largest loss", "lost, tuned", "largest loss, tuned",
+              "won, same / tuned"]]
+    for low, high, name in ((KEPT_MOST, 2.0, f"{KEPT_MOST:.0%} or more"), (KEPT_LITTLE, KEPT_MOST, "between"),
+                            (-1.0, KEPT_LITTLE, f"under {KEPT_LITTLE:.0%}")):
+        own = [row for row in rows if row["method"].startswith("salt") and low <= row["kept"] < high]
+        told = {(kind, word): [row for row in own if verdict_of_cell(row, kind) == word]
+                for kind in ("same", "tuned") for word in ("hurts", "helps")}
+        worst = {kind: max((-row[f"{kind}_delta"] for row in told[kind, "hurts"]), default=0.0)
+                 for kind in ("same", "tuned")}
+        lines.append([name, str(len(own)), str(len(told["same", "hurts"])), f"{worst['same']:.3f}",
+                      str(len(told["tuned", "hurts"])), f"{worst['tuned']:.3f}",
+                      f"{len(told['same', 'helps'])} / {len(told['tuned', 'helps'])}"])
     return lines
 
 
-def proxy_line(path: Path) -> list[str]:
-    """The fidelity study's answer, from its own table."""
-    claim = "the LM-head proxy preserves a'"
-    if not path.is_file():
-        return [claim, "`python toy/fidelity.py` has not been run", NOT_RUN]
-    with path.open(newline="", encoding="utf-8") as file:
-        found = {row["metric"]: row for row in csv.DictReader(file)
-                 if (row["temperature"], row["baseline"]) == ("matched", "Full gradient")}
-    cosine, order = (float(found[name]["mean"]) for name in ("a' cosine", "a' rank corr."))
-    return [claim, f"with the full gradient: cosine {cosine:.2f} (0.86), rank correlation {order:.2f}; "
-            "`toy/results/fidelity.md`", HOLDS if cosine > 0.8 else FAILS]
+def mean_losses(rows: list[dict]) -> list[list[str]]:
+    """What a method loses to GRPO on average over the cells, and how many best rates are the grid's largest."""
+    lines = [["method", "mean loss, same rate", "mean loss, tuned", "best rate is the largest tried"]]
+    for method in regimes.METHODS:
+        own = [row for row in rows if row["method"] == method]
+        lines.append([method, *(f"{-fmean(row[f'{kind}_delta'] for row in own):.3f}" for kind in ("same", "tuned")),
+                      f"{sum(row['rate'] == max(regimes.RATES) for row in own)} of {len(own)} cells"])
+    return lines
+
+
+def interventions_table(runs: Runs) -> list[list[str]]:
+    names = {"d_a": "D_a", "d_g": "D_g", "n_eff": "n_eff", "u_perp_gain": "U_perp gain"}
+    lines = [["coefficients", *names.values()]]
+    for method, seeds in interventions(runs).items():
+        lines.append(["a" if method == "base" else method,
+                      *(interval([row[name] for row in seeds.values()]).text(".2f") for name in names)])
+    return lines
 
 
 # ---------------------------------------------------------------------------- everything
-
-def of_one_version(rows: list[dict], code: dict[str, str], any_code: bool) -> list[dict]:
-    """Rows of the present code; with any_code, of the version that most rows of a kind are of."""
-    kept = []
-    for kind in ("train", "redundancy"):
-        own = [row for row in rows if row["kind"] == kind]
-        version = code[kind]
-        if any_code and own:
-            version = Counter(row["code"] for row in own).most_common(1)[0][0]
-        kept += [row for row in own if row["code"] == version]
-    return kept
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What a report is made of."""
-    runs: Runs
-    rows: list[dict]                             # of one version and one size
-    left_out: int                                # rows of other versions or sizes
-    map_rows: list[dict]
-
-
-def gather(folder: Path, rows: list[dict], code: dict[str, str], any_code: bool = False) -> Gathered:
-    """From runs.jsonl's rows and the folder's regimes.csv. UserError where nothing of this version is there."""
-    own = of_one_version(rows, code, any_code)
-    map_rows = regimes.read(folder / "regimes.csv", None if any_code else code["regimes"])
-    if not own and not map_rows:
-        other = f" ({len(rows)} runs of other code: --any-code reports them)" if rows else ""
-        raise UserError(f"{folder} holds no results of this version of the code{other}: "
-                        "run `python toy/study.py core` first")
-    sizes = Counter(row["size"] for row in own).most_common(1)
-    own = [row for row in own if row["size"] == sizes[0][0]]                                # sizes are never mixed
-    return Gathered(Runs(own), own, len(rows) - len(own), map_rows)
-
 
 def write(found: Gathered, folder: Path) -> Path:
     """study.md and study.csv in `folder`. Returns the former's path."""
@@ -398,13 +155,18 @@ def write(found: Gathered, folder: Path) -> Path:
                  f"{NOT_RUN} too; one seed of a row: its command with `--seeds SEED`)\n",
                  *markdown(experiment_table(name, runs))]
         if name == "redundancy" and "redundancy" in runs.by:
-            text += ["\nThe warm start's rollouts in groups of G:\n", *markdown(redundancy_table(runs))]
+            text += ["\nThe warm start's rollouts in groups of G, 1,024 in all, at temperature 0.6:\n",
+                     *markdown(redundancy_table(runs))]
+        if name == "matched" and "redundancy" in runs.by:
+            text += ["\nThe paper's intervention: the warm start's rollouts, rewards and α_t, other coefficients "
+                     "(mini-batches of 64, means):\n", *markdown(interventions_table(runs))]
     text += [f"\n## {EXPERIMENTS['regimes'].title}\n", "`python toy/study.py regimes`\n", MAP_NOTE]
     for kind in ("tuned", "same") if map_rows else ():
         what = "each method at its best learning rate" if kind == "tuned" else "all at one learning rate"
         text += [f"\nReward minus GRPO's, {what} ({len(map_rows) // len(regimes.METHODS)} cells, "
                  f"{map_rows[0]['seeds']:g} seeds each):\n", *markdown(regimes_table(map_rows, kind))]
-    text += [] if map_rows else [NOT_RUN]
+    text += ["\nSALT at both scopes by what P_k keeps:\n", *markdown(kept_table(map_rows)), "",
+             *markdown(mean_losses(map_rows))] if map_rows else [NOT_RUN]
     text += ["\nThe tiny model's own points, means over the run (`kept`: the share of ‖a‖² that P_k keeps):\n",
              *markdown(points_table(runs))]
     write_csv(runs, folder / "study.csv")

@@ -57,9 +57,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a Hugging Face folder (default: the tiny model's warm start)")
     args = parser.parse_args()
+    from salt.trl_hook import SaltGRPOTrainer                 # first: it says in one line which TRL is missing
     from trl import GRPOTrainer
-
-    from salt.trl_hook import SaltGRPOTrainer
     model = args.model or str(warm_start(WarmStart()))
     print(f"{'':16}{'before':>8}{'after':>8}   held-out reward")
     for name, kind in (("stock TRL", GRPOTrainer), ("TRL with SALT", SaltGRPOTrainer)):
