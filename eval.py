@@ -341,7 +341,8 @@ def parse(argv: list[str] | None):
                         help="comma-separated k of pass@k, at most n (default: 1 and n)")
     parser.add_argument("--temperature", type=float, help="of the sampler (default: the run's, else 0.6)")
     parser.add_argument("--max-response", type=count, help="tokens (default: the run's, else 8192; tiny: 64)")
-    parser.add_argument("--runs", type=count, help="repetitions, with seeds SEED, SEED + 1, … (default 1)")
+    parser.add_argument("--runs", type=count, help="repetitions, with seeds SEED, SEED + 1, … (default 5 for the "
+                        "paper's protocol, else 1)")
     parser.add_argument("--seed", type=int, default=2025, help="seed of the first run (default 2025)")
     parser.add_argument("--limit", type=count, help="the first N problems of each task only")
     parser.add_argument("--data-dir", help="folder with local copies of the data sets (default: the hub)")

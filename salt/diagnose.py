@@ -98,7 +98,9 @@ def in_words(found: dict[str, float]) -> list[str]:
 
 def report(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | int = "mini-batch",
            signal_only: bool = False, generator: torch.Generator | None = None, **rank) -> str:
-    """The text that `train.py --diagnose` prints: the asked scope and, beside it, the other of mini-batch and group."""
+    """The text that `train.py --diagnose` prints: the asked scope and, beside it, the other of mini-batch and group.
+
+    Arguments as those of `diagnose`."""
     other = "group" if scope == "mini-batch" else "mini-batch"
     found = {name: diagnose(gram, advantages, group_size, scope=name, signal_only=signal_only, generator=generator,
                             **rank) for name in (scope, other)}

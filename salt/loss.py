@@ -93,7 +93,9 @@ def sampling_correction(old_logprobs: Tensor, sampler_logprobs: Tensor, *, cap: 
 
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor, *, log_ratio_limit: float | None = 20.0,
           limit: float | None = 10.0) -> Tensor:
-    """The k3 estimate of KL(π_θ ‖ π_ref) per token: e^x − x − 1 ≥ 0 with x = log π_ref − log π_θ (Eq. 68)."""
+    """The k3 estimate of KL(π_θ ‖ π_ref) per token: e^x − x − 1 ≥ 0 with x = log π_ref − log π_θ (Eq. 68).
+
+    Both (…), the result too; nats, so is `limit`."""
     log_ratio = reference_logprobs - logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)

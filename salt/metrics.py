@@ -232,7 +232,9 @@ def _numbers(record: dict, prefix: str = "") -> dict[str, float]:
 def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coefficients: Tensor,
                      reweighted: Reweighted | None) -> dict[str, float]:
     """What the K of a mini-batch says: redundancy (App. D.1), the residual bottleneck with the errors of Eq. 10 and 11
-    (App. B), and with SALT the channels and the deviation from the base algorithm (App. F.5)."""
+    (App. B), and with SALT the channels and the deviation from the base algorithm (App. F.5).
+
+    gram: (m, m); advantages, coefficients: (m,). What is 0/0 is left out; {} where K is not finite."""
     if not torch.isfinite(gram).all():
         return {}
     record = group_geometry(gram, advantages, group_size)

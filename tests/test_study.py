@@ -17,6 +17,7 @@ from salt.advantages import group_advantages, salt_advantages
 from salt.config import parse as parse_training
 from salt.data import ARITH_DIGITS
 from salt.errors import UserError
+from salt.geometry import update_deviation
 from toy import redundancy, regimes, study, study_figures, study_measures, study_report, study_verdicts
 from toy.arithmetic import HARD
 from toy.study import CELLS, CORE, EXPERIMENTS, SEEDS, SIZES, Job, Results, code_hash
@@ -135,6 +136,30 @@ def test_channels_by_hand():
     # In two blocks each has k = 2 of 2: P keeps all, a' = a.
     apart = redundancy.channels(gram, a, [torch.tensor([0, 1]), torch.tensor([2, 3])])
     assert apart["kept"] == pytest.approx(1) and apart["d_a"] == pytest.approx(0)
+
+
+def test_interventions_swap_coefficients_on_the_same_rollouts():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(128, 40, generator=generator, dtype=torch.float64)
+    a = group_advantages((torch.rand(16, 8, generator=generator) < 0.5).double()).flatten()
+    gram = features @ features.T
+    found = redundancy.interventions(gram, a, 8, seed=0)
+    by_hand = []
+    for rows in (slice(0, 64), slice(64, 128)):
+        new = salt_advantages(gram[rows, rows], a[rows])
+        by_hand.append(update_deviation(gram[rows, rows], a[rows], new.coefficients, new.basis))
+    for name in ("d_a", "d_g", "n_eff", "u_perp_gain"):
+        assert found["salt"][name] == pytest.approx(sum(row[name] for row in by_hand) / 2)
+    assert found["base"]["d_a"] == 0 and found["permuted"]["d_a"] > found["salt"]["d_a"]
+    assert set(found) == {"base"} | {f"{name}{scope}" for name in redundancy.MATCHED for scope in ("", "@group")}
+
+
+def test_the_prediction_leaves_out_groups_without_a_signal():
+    # Two orthogonal responses: κ = 0; two equal ones: κ = 1. Only the first group has a signal.
+    gram = torch.block_diag(torch.eye(2), torch.ones(2, 2)).double()
+    assert redundancy.without_cancellation(gram, torch.tensor([1.0, -1.0, 0.0, 0.0]), 2) == pytest.approx(1)
+    assert redundancy.without_cancellation(gram, torch.tensor([0.0, 0.0, 1.0, -1.0]), 2) == pytest.approx(0)
+    assert redundancy.without_cancellation(gram, torch.tensor([1.0, -1.0, 1.0, -1.0]), 2) == pytest.approx(0.5)
 
 
 def test_a_run_that_fails_is_told_and_its_log_stays(short_warm_start, tmp_path):
@@ -323,7 +348,7 @@ def test_verdicts(values, positive, told):
 def test_the_base_of_a_method():
     expected = {("main", "grpo+salt@group"): "grpo", ("main", "dapo+interpolated"): "dapo",
                 ("main", "grpo+salt T=1"): "grpo T=1", ("main", "grpo+salt@group sum"): "grpo",
-                ("bias", "grpo+salt signal"): "grpo",
+                ("bias", "grpo+salt signal"): "grpo", ("bias", "grpo+released-code"): "grpo token-mean",
                 ("rollouts", "hard grpo+salt G=32"): "hard grpo G=32", ("ablation", "grpo+no-proj"): "grpo+salt",
                 ("ablation", "grpo+no-proj@group"): "grpo+salt@group", ("matched", "dapo+permuted"): "dapo+salt"}
     assert {key: study_measures.base_of(*key) for key in expected} == expected
@@ -336,15 +361,30 @@ def test_late_metrics_are_of_the_last_fifth():
     assert study_measures.METRICS["n_eff"][0](result("grpo", 1, 0.5)) == 1
 
 
+def warm_start_result(seed: int) -> dict:
+    """Redundancy as toy/redundancy.py finds it; at G = 256 no group has a signal."""
+    table = [{"G": size, "r_in": 0.5, "pr_in": 2.0, "n_eff_in_signal": 1.0, "mini-batch alpha": alpha}
+             for size, alpha in ((8, 0.1), (128, 0.3))] + [{"G": 256, "r_in": 0.5, "pr_in": 2.0}]
+    swapped = {name: {"d_a": 0.0, "d_g": 0.0, "n_eff": n_eff, "u_perp_gain": 1.0}
+               for name, n_eff in (("base", 1.0), ("salt", 1.5), ("permuted", 1.0), ("matched-rand-subspace", 1.2))}
+    return {"key": f"r{seed}", "kind": "redundancy", "cell": "redundancy", "seed": seed, "size": "standard",
+            "code": "r", "flags": {}, "commit": "c", "machine": "m", "seconds": 1.0, "table": table, "matched": swapped}
+
+
 def test_report_on_a_few_runs(tmp_path):
     rows = [result(cell, seed, avg + seed / 1000, clip_fraction=[None, *[1e-3] * 5], d_a=[None, *[0.8] * 5])
-            for cell, avg in (("grpo", 0.3), ("grpo+salt", 0.6)) for seed in (1, 2, 3)]
+            for cell, avg in (("grpo", 0.3), ("grpo+salt", 0.6), ("grpo G=32", 0.3), ("grpo+salt G=32", 0.5))
+            for seed in (1, 2, 3)] + [warm_start_result(seed) for seed in (1, 2)]
     found = study_measures.gather(tmp_path, rows, CODE)
     study_figures.draw(found, tmp_path)
     text = study_report.write(found, tmp_path).read_text()
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
     assert "30.2 [30.0, 30.4] (51.2)" in text and lines["dapo+salt"].count("–") > 3 and "not run" in lines["dapo+salt"]
-    assert "| SALT raises avg@8 % | avg@8 %: grpo+salt − grpo = +30.0 [+30.0, +30.0] | holds |" in text
+    assert "| SALT raises avg@8 % | avg@8 %: grpo+salt − grpo = +30.0 [+30.0, +30.0]; the paper: +2.5 | holds |" in text
+    assert "| avg@8 %, gain at G = 32 − at G = 8: -10.0 [-10.0, -10.0] | does not hold |" in text
+    assert "| mini-batch alpha, warm start, G = 128 − G = 8: +0.20 [+0.20, +0.20] | holds |" in text
+    assert "| warm start, n_eff: permuted − SALT = -0.50 [-0.50, -0.50] | holds |" in text
+    assert lines["a"].startswith("| a | 0.00 [0.00, 0.00] |") and lines["128"].startswith("| 128 |")
     assert lines["clip fraction below 2e-4"].endswith("does not hold |")
     assert "`python toy/study.py ablation`" in text
     for name in ("study.csv", "dynamics.png", "redundancy.png", "ablation.png", "rollouts.png"):
@@ -358,7 +398,7 @@ def test_the_tiny_models_points_stand_beside_the_map(tmp_path):
             for cell in ("grpo", *kept, "grpo+rand-proj", "grpo+kl-cov+salt") for seed in (1, 2)]
     table = study_report.points_table(study_measures.Runs(rows))
     assert {line[0]: line[-1] for line in table[1:]} == {
-        "grpo+salt": "slower", "grpo+salt@group": "much the same", "grpo+interpolated": "the border"}
+        "grpo+salt": "slower", "grpo+salt@group": "much the same", "grpo+interpolated": "–"}
     assert all(line[-3:-1] == ["+0.0 [+0.0, +0.0]", "grpo"] for line in table[1:])
     regimes.run("smoke", tmp_path / "regimes.csv", CODE["regimes"], lambda line: None)
     study_figures.draw(study_measures.gather(tmp_path, rows, CODE), tmp_path)
@@ -366,18 +406,19 @@ def test_the_tiny_models_points_stand_beside_the_map(tmp_path):
 
 
 def test_each_row_says_how_to_get_it_again():
-    """The command beside a row asks for the runs of that row, and nothing else."""
+    """The command beside a row asks for the runs of that row and of what it is compared with, and nothing else."""
     rows = [result("grpo", 1, 0.5)]
     for name in study_measures.COLUMNS:
         for line in study_report.experiment_table(name, study_measures.Runs(rows))[1:]:
             _, script, *flags = shlex.split(line[-1].strip("`"))
-            options = study.parse(flags)
-            assert script == "toy/study.py" and {item.cell for item in study.jobs_of(options, CODE)} == {line[0]}
+            asked = {item.cell for item in study.jobs_of(study.parse(flags), CODE)}
+            assert script == "toy/study.py" and asked == {line[0], study_measures.base_of(name, line[0])}
 
 
 def test_paper_values_are_the_papers():
     assert study_measures.PAPER["main"]["grpo+salt"] == {"avg@8 %": 53.7, "pass@8 %": 78.1}
-    assert study_measures.PAPER["bias"]["dapo+salt"] == {"D_a": 0.17, "D_g": 0.11, "n_eff": 1.0, "U_perp gain": 1.24}
+    assert study_measures.PAPER["bias"]["dapo+salt"] == {"D_a": 0.17, "D_g": 0.11, "n_eff": 1.0, "U_perp gain": 1.24,
+                                                         "avg@8 %": 68.2}
     for experiment, cells in study_measures.PAPER.items():
         assert set(cells) <= set(EXPERIMENTS[experiment].methods(full=True))
 

@@ -5,7 +5,7 @@ For each prompt the policy chooses one of N responses, π(y) = softmax((φ(y)ᵀ
     s = ∇_θ log π(y) = (φ(y) − E_π φ) / τ.
 
 E_π s = 0, so the scores of a group have nothing in common but chance, unless sampler and policy differ. Here they
-differ in a controlled way: the last response has probability 1/2 and the sampler never draws it (a truncated
+differ in a controlled way: the last of the N responses has probability 1/2 and the sampler never draws it (a truncated
 sampler, carried to the extreme). At θ = 0, τ = 1 the score is then φ(y) − E_sampler φ − shared · rms · u, with rms the
 size of the first part and u a unit vector, and the mean within-group cosine is about shared² / (1 + shared²).
 `shared` = 0 restores E s = 0.
@@ -62,7 +62,7 @@ def make_bandit(prompts: int, generator: torch.Generator, *, responses: int = 64
 
 
 def log_policy(bandit: Bandit, theta: Tensor, temperature: float = 1.0) -> Tensor:
-    """log π of every response, the unreachable one included: (B, N + 1)."""
+    """log π of every response, the unreachable one included: (B, N)."""
     return ((bandit.features @ theta + bandit.bias) / temperature).log_softmax(1)                       # Eq. 1
 
 

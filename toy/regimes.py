@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from salt.advantages import group_advantages
+from salt.errors import UserError
 from salt.metrics import provenance
 from salt.stats import mean_interval, paired_bootstrap
 from toy.bandit import Bandit, make_bandit
@@ -192,7 +193,10 @@ def read(path: Path, code: str | None) -> list[dict]:
     if not path.is_file():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["code"]]       # a row cut off by a kill has no code
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise UserError(f"{path} is of another version of the map: move it away")
+        rows = [row for row in reader if row["code"]]                     # a row cut off by a kill has no code
     code = rows[-1]["code"] if rows and code is None else code
     rows = [row for row in rows if row["code"] == code]
     text = {"method", "commit", "machine", "code"}
@@ -200,7 +204,8 @@ def read(path: Path, code: str | None) -> list[dict]:
 
 
 def run(size: str, path: Path, code: str, say: Callable[[str], None] = print, spread: Callable = map) -> list[dict]:
-    """All cells of the map that are not in `path` yet; a row is written only with its whole cell.
+    """All cells of the map that are not in `path` yet; a row is written only with its whole cell. UserError where the
+    file has other columns.
 
     spread: `map`, or that of a pool of processes.
     """

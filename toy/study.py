@@ -1,12 +1,12 @@
 """The paper's experiments on the tiny model and the bandit: matched seeds, paired intervals, a verdict for each claim.
 
-    python toy/study.py core             # 24 configurations x 5 seeds, then the report
+    python toy/study.py core             # 24 configurations x 5 seeds, redundancy, the map, then the report
     python toy/study.py ablation         # one experiment: redundancy, main, entropy, ablation, fixed-alpha, matched,
                                          # bias, rollouts, cost, regimes
     python toy/study.py all              # everything, also what --full adds, over as many sittings as it takes
     python toy/study.py report           # tables, figures and verdicts from what is on disk
 
-Every run is one process, on one thread, with as many side by side as there are cores. A finished run is one line of
+Every run has one thread; as many go on side by side as there are cores. A finished run is one line of
 runs.jsonl in the output folder; its key holds the configuration and a hash of the code that decides the numbers, and a
 run whose key is there is not done again. So an interrupted study continues where it stopped, and results of another
 version of the code are not mixed in.
