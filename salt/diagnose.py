@@ -29,12 +29,12 @@ from salt.geometry import effective_sample_size, update_deviation
 # at one learning rate, goes with the share of ‖a‖² that P_k keeps; n_eff alone does not tell.
 KEPT_MOST, KEPT_LITTLE = 0.6, 0.4
 ON_THE_MAP = {
-    "most": "On the map: much the same as the base algorithm (15 such cells, at most 0.017 lost, none won).",
+    "most": "On the map: much the same as the base algorithm (15 such cells, at most 0.017 lost).",
     "half": "On the map: the border (16 such cells; SALT lost in 11, at most 0.043, and in one with the learning rate "
             "tuned). Compare it with --salt interpolated and --salt-scope group on a short run.",
-    "little": "On the map: SALT learned more slowly (89 such cells; it lost in 68, up to 0.24, and in 24 with the "
-              "learning rate tuned; it won in one). If you try it: --salt interpolated or --salt-scope group, and tune "
-              "--lr.",
+    "little": "On the map: SALT learned more slowly (89 such cells; it lost in 68, up to 0.24, and in 16 with the "
+              "learning rate tuned; tuned, it won in three). If you try it: --salt interpolated or --salt-scope group, "
+              "and tune --lr.",
 }
 COLUMNS = {"cosine": "within-group cosine", "n_eff": "n_eff", "alpha": "alpha_t", "rank_share": "k_t / m",
            "kept": "share of |a|^2 that P_k keeps", "d_a": "D_a"}

@@ -253,6 +253,14 @@ def test_every_target_of_the_equation_table_exists():
         assert name in names_in(ROOT / file), f"{file} has no {name}"
 
 
+def test_the_tables_of_the_study_are_those_that_its_report_wrote():
+    """The README quotes toy/results/study/study.md row by row, so that no number in it is older than the results."""
+    study = (ROOT / "toy" / "results" / "study" / "study.md").read_text(encoding="utf-8").splitlines()
+    part = README.read_text(encoding="utf-8").partition("### The study")[2].partition("### Cost")[0]
+    quoted = [line for line in part.splitlines() if line.startswith("|")]
+    assert len(quoted) > 40 and [line for line in quoted if line not in study] == []
+
+
 def test_the_equation_table_covers_the_method():
     """A row that starts with the equation's number: '| 16 | …' or '| Eq. 4–7 | …'."""
     rows = re.findall(rf"^\|\s*\**(?:Eqs?\.\s*)?({NUMBERS})\**\s*\|.*`[\w/]+\.py:\w+`", readme(), re.MULTILINE)

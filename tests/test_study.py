@@ -16,6 +16,7 @@ from training import prompts_noted
 from salt.advantages import group_advantages, salt_advantages
 from salt.config import parse as parse_training
 from salt.data import ARITH_DIGITS
+from salt.diagnose import ON_THE_MAP
 from salt.errors import UserError
 from salt.geometry import update_deviation
 from toy import redundancy, regimes, study, study_figures, study_measures, study_report, study_verdicts
@@ -403,6 +404,18 @@ def test_the_tiny_models_points_stand_beside_the_map(tmp_path):
     regimes.run("smoke", tmp_path / "regimes.csv", CODE["regimes"], lambda line: None)
     study_figures.draw(study_measures.gather(tmp_path, rows, CODE), tmp_path)
     assert (tmp_path / "regimes_points.png").stat().st_size > 0
+
+
+def test_diagnose_quotes_the_map():
+    """The words of `train.py --diagnose` hold the numbers of the committed map."""
+    rows = regimes.read(ROOT / "toy" / "results" / "study" / "regimes.csv", None)
+    assert len(rows) == len(regimes.grid("full")) * len(regimes.METHODS)
+    most, half, little = study_report.kept_table(rows)[1:]
+    assert f"({most[1]} such cells, at most {most[3]} lost)" in ON_THE_MAP["most"] and most[4] == "0"
+    assert f"({half[1]} such cells; SALT lost in {half[2]}, at most {half[3]}, and in one with" in ON_THE_MAP["half"]
+    assert half[4] == "1"
+    told = f"({little[1]} such cells; it lost in {little[2]}, up to {little[3][:4]}, and in {little[4]} with"
+    assert told in ON_THE_MAP["little"] and little[6] == "0 / 3"
 
 
 def test_each_row_says_how_to_get_it_again():

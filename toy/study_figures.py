@@ -83,11 +83,11 @@ def draw_redundancy(runs: Runs, path: Path) -> None:
 def draw_plane(runs: Runs, path: Path) -> None:
     """PR against n_eff of the update, late in training; the adaptive α_t by group size; what fixed ones do."""
     figure, (plane, trace, fixed, cancelled) = new_figure(1, 4, (20, 4.6))
-    for cell in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+alpha=0.5",
-                 *(f"grpo+{name}" for name in COMPONENTS)):
+    for number, cell in enumerate(("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+alpha=0.5",
+                                   *(f"grpo+{name}" for name in COMPONENTS))):
         x, y = runs.measure(cell, "PR"), runs.measure(cell, "n_eff")
         if x.seeds:
-            plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="o", label=cell, lw=0.8)
+            plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="oD"[number // 10], label=cell, lw=0.8)
     plane.set(title="late in training", xlabel="PR", ylabel="n_eff of the update")
     for cell in ("grpo+salt", *(f"grpo+salt G={size}" for size in GROUP_SIZES), "grpo+salt@group"):
         if cell in runs.by:
@@ -146,6 +146,7 @@ def draw_points(found: Gathered, path: Path) -> None:
                 axis.errorbar(x, change.mean, yerr=_half(change), fmt="D", ms=4, lw=1, color="k")
                 axis.annotate(cell, (x, change.mean), fontsize=6.5, xytext=(4, 3), textcoords="offset points")
         axis.axhline(0, color="k", lw=0.8)
+        axis.set_xlim(-0.05, 1.1)
         axis.set(title=f"{kind}: bandits (dots) and the tiny model", xlabel="share of ‖a‖² that P_k keeps",
                  ylabel="points of accuracy above the base algorithm")
         axis.legend(fontsize=8, loc="lower right")

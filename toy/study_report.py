@@ -126,7 +126,9 @@ def mean_losses(rows: list[dict]) -> list[list[str]]:
     lines = [["method", "mean loss, same rate", "mean loss, tuned", "best rate is the largest tried"]]
     for method in regimes.METHODS:
         own = [row for row in rows if row["method"] == method]
-        lines.append([method, *(f"{-fmean(row[f'{kind}_delta'] for row in own):.3f}" for kind in ("same", "tuned")),
+        losses = ["–"] * 2 if method == "grpo" else [f"{-fmean(row[f'{kind}_delta'] for row in own):.3f}"
+                                                     for kind in ("same", "tuned")]
+        lines.append([method, *losses,
                       f"{sum(row['rate'] == max(regimes.RATES) for row in own)} of {len(own)} cells"])
     return lines
 
