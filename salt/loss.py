@@ -103,9 +103,13 @@ def kl_k3(logprobs: Tensor, reference_logprobs: Tensor, *, log_ratio_limit: floa
     return kl if limit is None else kl.clamp(-limit, limit)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = logsumexp(z) − Σ softmax(z) z over the last axis (Eq. 70): (..., V) -> (...), in nats."""
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)                                 # Eq. 70
+def entropy_from_logits(logits: Tensor, logsumexp: Tensor | None = None) -> Tensor:
+    """H = logsumexp(z) − Σ softmax(z) z over the last axis (Eq. 70): (..., V) -> (...), in nats.
+
+    logsumexp: that of the logits, (...), where it is known already.
+    """
+    logsumexp = logits.logsumexp(-1) if logsumexp is None else logsumexp
+    return logsumexp - (logits.softmax(-1) * logits).sum(-1)                                            # Eq. 70
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

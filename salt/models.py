@@ -251,8 +251,9 @@ def _chunk_logprobs(hidden: Tensor, tokens: Tensor, weight: Tensor, bias: Tensor
                     with_entropy: bool) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, weight, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)               # Eq. 1
-    return logprobs, entropy_from_logits(logits) if with_entropy else torch.zeros_like(logprobs)        # Eq. 70
+    logsumexp = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logsumexp                          # Eq. 1
+    return logprobs, entropy_from_logits(logits, logsumexp) if with_entropy else torch.zeros_like(logprobs)
 
 
 def token_logprobs(hidden: Tensor, tokens: Tensor, head: Head, temperature: float,

@@ -269,7 +269,7 @@ def test_head_sharded_by_fsdp2(ranks, name):
 
 
 REFUSALS = {
-    "nan": ("ValueError", "response 4 has a NaN or infinite hidden state at its token 3"),
+    "nan": ("NotFinite", "response 4 has a NaN or infinite hidden state at its token 3"),
     "token": ("ValueError", "response 4 has a token outside the vocabulary of 41 at its token 1"),
     "d": ("ValueError", "the LM head's shape differs between ranks: (41, 12) on rank 0, (41, 13) on 1"),
     "dtype": ("ValueError", "the dtype differs between ranks: torch.float64 on rank 0, torch.float32 on {last}"),

@@ -119,13 +119,14 @@ def draw_rollouts(runs: Runs, path: Path) -> None:
     figure, axes = new_figure(2, 4, (17, 7.5))
     names = ("avg@8 %", "pass@8 %", "PR", "n_eff", "alpha_t", "kept", "exploration", "clip fraction")
     for axis, name in zip(axes.flat, names):
-        for base in ("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+entropy", "dapo", "dapo+salt"):
+        for number, base in enumerate(("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+entropy",
+                                       "dapo", "dapo+salt")):
             cells = {size: base if size == 8 else f"{base} G={size}" for size in sorted((8, *GROUP_SIZES))}
             found = {size: runs.measure(cell, name) for size, cell in cells.items() if cell in runs.by}
             found = {size: value for size, value in found.items() if value.seeds}
             if len(found) > 1:
                 axis.errorbar([*found], [v.mean for v in found.values()], yerr=[_half(v) for v in found.values()],
-                              fmt="o-", label=base, lw=1.2, capsize=2)
+                              fmt="o-", label=base, color=f"C{number}", lw=1.2, capsize=2)
         axis.set_xscale("log", base=2)
         axis.set(title=name, xlabel="group size G")
     _legend(axes.flat[0])
