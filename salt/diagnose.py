@@ -22,8 +22,8 @@ Departures from the paper: none of this is in the paper. Scope "group" gives mea
 import torch
 from torch import Tensor
 
-from salt.advantages import reweight, scope_blocks, with_signal
-from salt.geometry import effective_sample_size, update_deviation
+from salt.advantages import salt_advantages, scope_blocks, with_signal
+from salt.geometry import update_deviation
 
 # The map of toy/study.py regimes: SALT at both scopes in 60 cells of 16 seeds. What it lost to GRPO, in expected reward
 # at one learning rate, goes with the share of ‖a‖² that P_k keeps; n_eff alone does not tell.
@@ -55,9 +55,9 @@ def diagnose(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | 
              signal_only: bool = False, generator: torch.Generator | None = None, **rank) -> dict[str, float]:
     """The numbers of COLUMNS, and "signal": the share of groups whose rewards differ. gram: (m, m), advantages: (m,).
 
-    scope, and rank (rank_scale, rank_max, below_full): as in `scope_blocks` and `reweight`; signal_only: the groups
-    without a signal stay out of K (`with_signal`); generator: for a numeric scope. Means are over the blocks that have
-    a signal. Without any signal, or with a K that is not finite, only "signal" and "finite" are there.
+    scope, and rank (rank_scale, rank_max, below_full): as in `scope_blocks` and `salt_advantages`; signal_only: the
+    groups without a signal stay out of K (`with_signal`); generator: for a numeric scope. Means are over the blocks
+    that have a signal. Without any signal, or with a K that is not finite, only "signal" and "finite" are there.
     """
     m = len(advantages)
     signal = (advantages.view(-1, group_size) != 0).any(1).double().mean().item()
@@ -68,17 +68,22 @@ def diagnose(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | 
     blocks = scope_blocks(scope, m, group_size, generator)
     if signal_only:
         blocks = with_signal(blocks, a, group_size)
-    found = {name: [] for name in COLUMNS if name not in ("cosine", "d_a")} | {"d_a": []}
+    found = {name: [] for name in COLUMNS if name != "cosine"}
     for block in (block for block in blocks if a[block].any()):
         part, own = gram[block][:, block], a[block]
-        new = reweight(part, own, [torch.arange(len(block))], "salt", **rank)
-        found["n_eff"].append(effective_sample_size(part, own))                                           # Eq. 6
-        found["alpha"].append(new.alpha.item())                                                           # Eq. 17
-        found["rank_share"].append(new.rank.item() / len(block))                                          # Eq. 14
+        new = salt_advantages(part, own, **rank)
+        found["n_eff"].append(new.n_eff)                                                                  # Eq. 6
+        found["alpha"].append(new.alpha)                                                                  # Eq. 17
+        found["rank_share"].append(new.rank / len(block))                                                 # Eq. 14
         found["kept"].append((new.main.square().sum() / own.square().sum()).item())                       # Eq. 15
         found["d_a"].append(update_deviation(part, own, new.coefficients, new.basis)["d_a"])              # Eq. 59
     return {"signal": signal, "finite": 1.0, "cosine": within_group_cosine(gram, group_size)} | {
         name: sum(values) / len(values) for name, values in found.items()}
+
+
+def place_on_the_map(kept: float) -> str:
+    """The key of ON_THE_MAP for a share of ‖a‖² that P_k keeps."""
+    return "most" if kept >= KEPT_MOST else "half" if kept >= KEPT_LITTLE else "little"
 
 
 def in_words(found: dict[str, float]) -> list[str]:
@@ -93,7 +98,7 @@ def in_words(found: dict[str, float]) -> list[str]:
              if alpha >= 0.005 else
              f"Nothing cancels (n_eff {found['n_eff']:.2f}): alpha_t is {alpha:.2f} and SALT is P_k a alone.")
     second = f"P_k keeps {kept:.0%} of |a|^2 with {found['rank_share']:.0%} of the directions."
-    return [first, second, ON_THE_MAP["most" if kept >= KEPT_MOST else "half" if kept >= KEPT_LITTLE else "little"]]
+    return [first, second, ON_THE_MAP[place_on_the_map(kept)]]
 
 
 def report(gram: Tensor, advantages: Tensor, group_size: int, *, scope: str | int = "mini-batch",

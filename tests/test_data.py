@@ -347,3 +347,11 @@ def test_stable_seed_is_the_same_everywhere():
     assert stable_seed("rollout", 3) == 6631127820874302315
     assert stable_seed("rollout", 3) != stable_seed("rollout", "3") != stable_seed("rollout3")
     assert all(0 <= stable_seed(i) < 2 ** 63 for i in range(200))
+
+
+def test_a_file_in_which_no_problem_is_left_is_named(tmp_path):
+    """MBPP's splits are ranges of its ids."""
+    (tmp_path / "mbpp").mkdir()
+    (tmp_path / "mbpp" / "train.jsonl").write_text('{"task_id": 5}\n')
+    with pytest.raises(UserError, match="train.jsonl: no problem is left"):
+        load_problems("mbpp", split="train", data_dir=tmp_path)

@@ -245,7 +245,7 @@ class Results:
 
     def add(self, row: dict) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
@@ -253,11 +253,10 @@ class Results:
 
 # ---------------------------------------------------------------------------- one run, in a process of its own
 
-KEPT = ("pass_rate", "all_right", "all_wrong", "length", "entropy", "kl", "clip_fraction", "ratio_minus_one",
-        "grad_norm", "alpha", "rank", "rank_share", "pr_in", "pr_total", "r_in", "r_total", "n_eff_in",
-        "n_eff_in_signal", "n_eff_out", "n_eff_total", "n_eff", "d_a", "d_g", "u_perp_gain", "no_signal_share", "kept",
-        "exploration", "rho", "prompts", "eval_avg", "eval_pass@8", "eval_avg_se", "eval_pass@8_se")
-PHASES = ("sample", "score", "geometry", "diagnostics", "update", "total", "evaluate")
+KEPT = ("pass_rate", "length", "entropy", "clip_fraction", "alpha", "rank_share", "pr_in", "pr_total", "r_in",
+        "r_total", "n_eff_in", "n_eff_in_signal", "n_eff_out", "n_eff_total", "n_eff", "d_a", "d_g", "u_perp_gain",
+        "no_signal_share", "kept", "exploration", "prompts", "eval_avg", "eval_pass@8")
+PHASES = ("geometry", "diagnostics", "evaluate", "total")
 
 
 def short(value):

@@ -20,7 +20,7 @@ import shlex
 from pathlib import Path
 from statistics import fmean
 
-from salt.diagnose import KEPT_LITTLE, KEPT_MOST
+from salt.diagnose import KEPT_LITTLE, KEPT_MOST, place_on_the_map
 from toy import regimes
 from toy.redundancy import SCOPES
 from toy.study import CELLS, EXPERIMENTS
@@ -81,11 +81,9 @@ def points_table(runs: Runs) -> list[list[str]]:
     lines = [["method", *POINTS, "Δ avg@8 %", "against", "the map"]]
     for cell, change in points(runs).items():
         measured = [interval([whole(name)(row) for row in runs.by[cell].values()]) for name in POINTS.values()]
-        kept = measured[0].mean
-        place = "most" if kept >= KEPT_MOST else "half" if kept >= KEPT_LITTLE else "little"
         lines.append([cell, *(value.text(".2f") for value in measured), change.text(".1f", signed=True),
                       base_of("main", cell) if change.seeds else "–",
-                      MAP_SAYS[place] if CELLS[cell]["salt"] == "salt" else "–"])
+                      MAP_SAYS[place_on_the_map(measured[0].mean)] if CELLS[cell]["salt"] == "salt" else "–"])
     return lines
 
 
