@@ -79,19 +79,19 @@ def drop_privileges(user: int) -> None:
 
 def shut_in() -> None:
     """Returns in the innermost process of the chain only."""
-    init = None
-
-    def end(*_) -> None:
-        os.kill(init, signal.SIGKILL) if init else os._exit(1)
-
-    signal.signal(signal.SIGTERM, end)
     system("prctl", DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     enter_new_world()
     user = 1 << 30 | os.getpid()   # nobody else's, so that the limit on processes counts this sandbox alone
+    # Blocked, a signal that comes before sigwait is kept for it. A handler could miss one: Python runs handlers between
+    # its own instructions, so the last moment before a system call that waits belongs to nobody.
+    ends = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     if init := os.fork():
+        signal.sigwait(ends)
+        os.kill(init, signal.SIGKILL)   # until waitpid the number is its own, also if it has ended by itself
         os.waitpid(init, 0)
         os._exit(0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
     os.setsid()
     drop_privileges(user)
     system("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

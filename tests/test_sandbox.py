@@ -268,6 +268,19 @@ def test_hostile_programs_score_zero_and_leave_nothing():
     check(HOSTILE, 0.0)
 
 
+@pytest.mark.slow
+def test_ending_a_sandbox_never_takes_force():
+    """A signal that comes while the outer process is about to wait must not be lost: it was, one time in a thousand."""
+    def ended(_) -> int:
+        with Sandbox(seconds=SECONDS) as box:
+            pass                       # closed as soon as it is ready, before the outer process waits
+        return box.process.returncode
+
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(ended, range(1000))) == {0}       # -9 where `close` had to kill it
+    assert ours() == []
+
+
 def test_honest_programs_score_one():
     check(HONEST, 1.0, threads=2)
 
