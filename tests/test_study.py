@@ -346,6 +346,19 @@ def test_verdicts(values, positive, told):
     assert study_verdicts.judge(study_measures.interval(values), positive) == told
 
 
+def test_the_change_per_doubling_of_the_group_size():
+    """Of the sizes that every seed has; a line through three points, not their ends."""
+    rows = [result(cell, seed, avg + seed / 100)
+            for cell, avg in (("grpo", 0.1), ("grpo G=16", 0.1), ("grpo G=32", 0.5), ("grpo+salt", 0.2),
+                              ("grpo+salt G=16", 0.4), ("grpo+salt G=32", 0.9)) for seed in (1, 2)]
+    rows.append(result("grpo+salt G=4", 1, 0.7))
+    runs = study_measures.Runs(rows)
+    sizes, slope = runs.per_doubling("grpo+salt", "avg@8 %")
+    assert sizes == "8, 16, 32" and slope.values == pytest.approx([35, 35])
+    assert runs.per_doubling("grpo+salt", "avg@8 %", base="grpo")[1].values == pytest.approx([15, 15])
+    assert runs.per_doubling("dapo", "avg@8 %")[1].seeds == 0
+
+
 def test_the_base_of_a_method():
     expected = {("main", "grpo+salt@group"): "grpo", ("main", "dapo+interpolated"): "dapo",
                 ("main", "grpo+salt T=1"): "grpo T=1", ("main", "grpo+salt@group sum"): "grpo",
@@ -382,7 +395,9 @@ def test_report_on_a_few_runs(tmp_path):
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("|")}
     assert "30.2 [30.0, 30.4] (51.2)" in text and lines["dapo+salt"].count("–") > 3 and "not run" in lines["dapo+salt"]
     assert "| SALT raises avg@8 % | avg@8 %: grpo+salt − grpo = +30.0 [+30.0, +30.0]; the paper: +2.5 | holds |" in text
-    assert "| avg@8 %, gain at G = 32 − at G = 8: -10.0 [-10.0, -10.0] | does not hold |" in text
+    assert "| avg@8 %, gain per doubling of G (8, 32): -5.0 [-5.0, -5.0] | does not hold |" in text
+    assert "| α_t grows with G, in training | alpha_t, grpo+salt, per doubling of G (8, 32): – | not run |" in text
+    assert lines["(ours) SALT raises pass@8 % on the harder task"].endswith("not run |")
     assert "| mini-batch alpha, warm start, G = 128 − G = 8: +0.20 [+0.20, +0.20] | holds |" in text
     assert "| warm start, n_eff: permuted − SALT = -0.50 [-0.50, -0.50] | holds |" in text
     assert lines["a"].startswith("| a | 0.00 [0.00, 0.00] |") and lines["128"].startswith("| 128 |")

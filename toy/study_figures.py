@@ -8,8 +8,8 @@ from statistics import fmean
 
 from toy import regimes
 from toy.cancellation import new_figure
-from toy.study import ALPHAS, CELLS, COMPONENTS, GROUP_SIZES, REGULARIZERS
-from toy.study_measures import Gathered, Interval, Runs, panels, points, verdict_of_cell
+from toy.study import ALPHAS, CELLS, COMPONENTS, REGULARIZERS
+from toy.study_measures import Gathered, Interval, Runs, by_group_size, panels, points, verdict_of_cell
 
 
 def draw(found: Gathered, folder: Path) -> None:
@@ -89,7 +89,7 @@ def draw_plane(runs: Runs, path: Path) -> None:
         if x.seeds:
             plane.errorbar(x.mean, y.mean, xerr=_half(x), yerr=_half(y), fmt="oD"[number // 10], label=cell, lw=0.8)
     plane.set(title="late in training", xlabel="PR", ylabel="n_eff of the update")
-    for cell in ("grpo+salt", *(f"grpo+salt G={size}" for size in GROUP_SIZES), "grpo+salt@group"):
+    for cell in (*by_group_size("grpo+salt").values(), "grpo+salt@group"):
         if cell in runs.by:
             trace.plot(*mean_curve(runs, cell, "alpha"), label=cell, lw=1.2)
     trace.set(title="adaptive α_t", xlabel="step")
@@ -121,8 +121,7 @@ def draw_rollouts(runs: Runs, path: Path) -> None:
     for axis, name in zip(axes.flat, names):
         for number, base in enumerate(("grpo", "grpo+salt", "grpo+salt@group", "grpo+interpolated", "grpo+entropy",
                                        "dapo", "dapo+salt")):
-            cells = {size: base if size == 8 else f"{base} G={size}" for size in sorted((8, *GROUP_SIZES))}
-            found = {size: runs.measure(cell, name) for size, cell in cells.items() if cell in runs.by}
+            found = {size: runs.measure(cell, name) for size, cell in by_group_size(base).items()}
             found = {size: value for size, value in found.items() if value.seeds}
             if len(found) > 1:
                 axis.errorbar([*found], [v.mean for v in found.values()], yerr=[_half(v) for v in found.values()],

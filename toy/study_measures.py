@@ -9,13 +9,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Callable, Iterator
 
 from salt.errors import UserError
 from salt.stats import mean_interval, paired_bootstrap
 from toy import regimes
-from toy.study import CELLS
+from toy.study import CELLS, GROUP_SIZES
 
 
 # ---------------------------------------------------------------------------- metrics of one run
@@ -164,6 +164,21 @@ class Runs:
         one, other, of = self.by.get(cell, {}), self.by.get(base, {}), METRICS[metric][0]
         return interval([of(one[seed]) - of(other[seed]) for seed in sorted(one.keys() & other.keys())])
 
+    def per_doubling(self, cell: str, metric: str, base: str | None = None) -> tuple[str, Interval]:
+        """How a metric, or its difference from a base, changes when G doubles: each seed's least-squares slope over
+        log2 G, at the group sizes that were run with every seed. Returns these sizes as well."""
+        of, cells = METRICS[metric][0], by_group_size(cell)
+        bases = by_group_size(base) if base else {}
+        seeds = set(self.by.get(cell, {}))
+        whole = [size for size in cells if all(seeds <= set(self.by.get(found[size], {})) for found in (cells, bases)
+                                               if found)]
+        slopes = []
+        for seed in sorted(seeds) if len(whole) > 1 else ():
+            values = [of(self.by[cells[size]][seed]) - (of(self.by[bases[size]][seed]) if base else 0.0)
+                      for size in whole]
+            slopes.append(linear_regression([math.log2(size) for size in whole], values).slope)
+        return ", ".join(map(str, whole)), interval(slopes)
+
     def group_sizes(self) -> list[int]:
         """Those of the redundancy tables."""
         return sorted({row["G"] for found in self.by.get("redundancy", {}).values() for row in found["table"]})
@@ -172,6 +187,11 @@ class Runs:
         """seed -> a column of the redundancy table at group size `size`."""
         return {seed: row["table"][i][name] for seed, row in self.by.get("redundancy", {}).items()
                 for i in range(len(row["table"])) if row["table"][i]["G"] == size and name in row["table"][i]}
+
+
+def by_group_size(cell: str) -> dict[int, str]:
+    """Group size -> the name under which a method was run with it. Without a size in its name a method has 8."""
+    return {size: cell if size == 8 else f"{cell} G={size}" for size in sorted((8, *GROUP_SIZES))}
 
 
 def base_of(experiment: str, cell: str) -> str:

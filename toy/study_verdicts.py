@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from toy.study import COMPONENTS, NULLS, REGULARIZERS
-from toy.study_measures import METRICS, PAPER, Interval, Runs, interval, interventions, raised_n_eff
+from toy.study_measures import METRICS, PAPER, Interval, Runs, base_of, interval, interventions, raised_n_eff
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot be tested at this size"
 NOT_RUN = "not run"
@@ -46,6 +46,10 @@ def verdicts(runs: Runs) -> list[list[str]]:
         for scope in ("", "@group"):
             for metric in ("n_eff", "PR", "avg@8 %", "pass@8 %"):
                 changes(f"{'(ours) ' if scope else ''}SALT{scope} raises {metric}", f"{base}+salt{scope}", base, metric)
+    for cell in ("hard grpo+salt", "hard grpo+salt@group", "hard dapo+salt"):
+        for metric in ("avg@8 %", "pass@8 %"):
+            changes(f"(ours) {cell.split('+')[1].replace('salt', 'SALT')} raises {metric} on the harder task", cell,
+                    base_of("main", cell), metric)
     raised = interval([raised_n_eff(row) for row in runs.by.get("grpo+salt", {}).values()])
     line("a' cancels less than a, in the same batches", f"n_eff of a' − of a, grpo+salt: {raised.text('.2f', True)}",
          raised)
@@ -65,12 +69,13 @@ def verdicts(runs: Runs) -> list[list[str]]:
                                   ("(ours) α_t grows with G, per group", "group alpha", True)):
         change, measured = with_group_size(name)
         line(claim, f"{name}, {measured}", change, positive)
-    changes("α_t grows with G, in training", "grpo+salt G=32", "grpo+salt", "alpha_t")
-    changes("the base's n_eff falls with G, in training", "grpo G=32", "grpo", "n_eff", positive=False)
-    both = [runs.compare(f"grpo+salt{size}", f"grpo{size}", "avg@8 %") for size in (" G=32", "")]
-    more = interval([large - small for large, small in zip(*(found.values for found in both))]
-                    if both[0].seeds == both[1].seeds else [])
-    line("SALT's gain is larger at larger G", f"avg@8 %, gain at G = 32 − at G = 8: {more.text('.1f', True)}", more)
+    for claim, name, metric, positive in (("α_t grows with G, in training", "grpo+salt", "alpha_t", True),
+                                          ("the base's n_eff falls with G, in training", "grpo", "n_eff", False)):
+        sizes, slope = runs.per_doubling(name, metric)
+        line(claim, f"{metric}, {name}, per doubling of G ({sizes}): {slope.text('.2f', True)}", slope, positive)
+    sizes, slope = runs.per_doubling("grpo+salt", "avg@8 %", base="grpo")
+    line("SALT's gain is larger at larger G", f"avg@8 %, gain per doubling of G ({sizes}): {slope.text('.1f', True)}",
+         slope)
     for name in (*COMPONENTS, "alpha=0.5"):
         changes(f"{name} is worse than full SALT", f"grpo+{name}", "grpo+salt", "avg@8 %", positive=False)
     for name, metric in (("only-main", "PR"), ("only-exp", "n_eff"), ("no-positive", "n_eff")):
