@@ -114,7 +114,7 @@ class TransformersSampler:
         """`samples` responses to each prompt, in the order of the prompts. temperature 0: greedy."""
         rows = [prompt for prompt in prompts for _ in range(samples)]
         drawn = Rollouts([], [], [], [])
-        calls = max(gather_objects(-(-len(rows) // self.rows_per_call)))      # a sharded model runs on all ranks at once
+        calls = max(gather_objects(-(-len(rows) // self.rows_per_call)))     # a sharded model runs on all ranks at once
         with torch.random.fork_rng(devices=[self.model.device] if self.model.device.type == "cuda" else []):
             for call in range(calls):
                 torch.manual_seed(seed + call)
@@ -235,6 +235,6 @@ def sample_mixed_groups(config, sample, pool) -> tuple[Rollouts, list[float], li
         kept, verdicts, drawn = kept + fresh.select(mixed), verdicts + [judged[i] for i in mixed], drawn + judged
         if len(verdicts) >= wanted:
             return kept.select(range(wanted)), verdicts[:wanted], drawn
-    raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both right and "
-                    f"wrong answers in {config.max_gen_batches} generation batches of {config.gen_batch} prompts: the "
-                    "data are too easy or too hard for this model (or raise --max-gen-batches)")
+    raise UserError(f"DAPO found {len(verdicts) // config.group_size} of {config.batch_size} groups with both right "
+                    f"and wrong answers in {config.max_gen_batches} generation batches of {config.gen_batch} prompts: "
+                    "the data are too easy or too hard for this model (or raise --max-gen-batches)")

@@ -5,9 +5,9 @@
 TRL samples a generation batch, rewards it and normalises the rewards (ddof 1, eps 1e-4). Before TRL then shuffles and
 splits the batch for its updates, K of the whole batch (the responses of all processes) turns the advantages a into the
 coefficients a', in the loss and in TRL's logs. Evaluation batches are left alone. The hidden states are those of TRL's
-own scoring pass where it makes one (when the policy moves between sampling and the last use of a batch); otherwise those
-that wrote the tokens, where transformers' `generate` did; otherwise (vLLM, tools) the backbone runs once more, without
-the LM head.
+own scoring pass where it makes one (when the policy moves between sampling and the last use of a batch); otherwise
+those that wrote the tokens, where transformers' `generate` did; otherwise (vLLM, tools) the backbone runs once more,
+without the LM head.
 
 Glossary
     paper      name               shape       equation
@@ -38,7 +38,7 @@ from salt.errors import UserError
 from salt.hooks import causal_model, check_head, gram_of_all, require, whole_head
 
 require("trl", "1.16.0")
-from trl import GRPOTrainer                                                            # noqa: E402
+from trl import GRPOTrainer
 
 
 class SaltGRPOTrainer(GRPOTrainer):

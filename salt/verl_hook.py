@@ -36,12 +36,12 @@ from salt.hooks import causal_model, check_form, gram_of_all, require, whole_hea
 DEVIATION = 0.1                       # nats: more than bfloat16 and another attention kernel can do to a mean
 
 require("verl", "0.9.1")
-import transfer_queue as tq                                                            # noqa: E402
-from verl.trainer.ppo.v1.trainer_base import register_trainer                          # noqa: E402
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync                            # noqa: E402
-from verl.utils import tensordict_utils as tu                                          # noqa: E402
-from verl.workers.engine import EngineRegistry                                         # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead             # noqa: E402
+import transfer_queue as tq
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cuda", vendor="salt")

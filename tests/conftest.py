@@ -11,8 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # Their tests run where .ci/run has made an environment for them, and there in full; elsewhere they do not exist.
-OPTIONAL = {"vllm": ["test_vllm.py", "test_vllm_training.py"], "trl": ["test_trl_hook.py"], "verl": ["test_verl_hook.py"]}
-collect_ignore = [file for package, files in OPTIONAL.items() if not importlib.util.find_spec(package) for file in files]
+OPTIONAL = {"vllm": ["test_vllm.py", "test_vllm_training.py"], "trl": ["test_trl_hook.py"],
+            "verl": ["test_verl_hook.py"]}
+collect_ignore = [file for package, files in OPTIONAL.items() if not importlib.util.find_spec(package)
+                  for file in files]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Training in two processes (gloo, FSDP2) against one: the same step, the same run, and what happens when one is lost."""
+"""Training in two processes (gloo, FSDP2) against one: the same step, the same run, and when one of them is lost."""
 import json
 import os
 import shutil
@@ -17,8 +17,8 @@ from training import SMALL, lines, resume, run
 
 
 def torchrun(*command, ranks: int = 2, timeout: int = 240) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                           *map(str, command)], capture_output=True, text=True, timeout=timeout, cwd=ROOT,
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.run([*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, cwd=ROOT,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 

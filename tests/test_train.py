@@ -416,8 +416,8 @@ def test_dapo_trains_on_mixed_groups_with_rewards_of_plus_and_minus_one(tiny_fol
 
 def test_dapo_that_ends_with_its_problems_still_saves_and_evaluates(tiny_folder, tmp_path):
     """How many steps the problems last is not known beforehand, so the last step is one like any other."""
-    flags = "--algo dapo --gen-batch 4 --limit 8 --epochs 6 --steps 100 --eval-every 50 --eval-limit 2 --eval-samples 1 "\
-            "--lr 1e-4"
+    flags = ("--algo dapo --gen-batch 4 --limit 8 --epochs 6 --steps 100 --eval-every 50 --eval-limit 2 "
+             "--eval-samples 1 --lr 1e-4")
     records = run(tiny_folder, tmp_path / "run", *flags.split())
     assert 1 < records[-1]["step"] < 50
     assert "eval_pass@1" in records[-1]

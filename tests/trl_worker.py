@@ -13,9 +13,9 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from salt.errors import UserError                                                      # noqa: E402
-from salt.trl_hook import SaltGRPOTrainer                                              # noqa: E402
-from toy.arithmetic import problems, question                                          # noqa: E402
+from salt.errors import UserError
+from salt.trl_hook import SaltGRPOTrainer
+from toy.arithmetic import problems, question
 
 ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 

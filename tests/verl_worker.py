@@ -33,11 +33,11 @@ class OnCpu(PlatformCUDA):
 
 
 set_platform(OnCpu())
-from salt.errors import UserError                                                      # noqa: E402
-from salt.verl_hook import SaltEngine, SaltTrainer                                      # noqa: E402
-from verl.trainer.config import CheckpointConfig                                       # noqa: E402
-from verl.utils import tensordict_utils as tu                                          # noqa: E402
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig   # noqa: E402
+from salt.errors import UserError
+from salt.verl_hook import SaltEngine, SaltTrainer
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
 def make_engine(folder: Path, padded: bool, **model) -> SaltEngine:

@@ -37,11 +37,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from salt.advantages import group_advantages, reweight, scope_blocks                                    # noqa: E402
-from salt.errors import Parser, UserError, run                                                          # noqa: E402
-from salt.geometry import (effective_sample_size, group_geometry, residual_diagnostic,                      # noqa: E402
+from salt.advantages import group_advantages, reweight, scope_blocks
+from salt.errors import Parser, UserError, run
+from salt.geometry import (effective_sample_size, group_geometry, residual_diagnostic,
                            update_deviation)
-from toy.bandit import make_bandit, sample, score_gradients                                             # noqa: E402
+from toy.bandit import make_bandit, sample, score_gradients
 
 TOLERANCE = 1e-12                 # of the identity (relative), and of the squared norms in the bounds
 TEMPERATURE = 1.0

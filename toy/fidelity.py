@@ -44,18 +44,18 @@ from torch.nn import ModuleList, Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from salt.advantages import group_advantages, salt_advantages                                           # noqa: E402
-from salt.data import INSTRUCTION                                                                       # noqa: E402
-from salt.errors import Parser, UserError, run                                                          # noqa: E402
-from salt.geometry import dominant_rank, dominant_subspace, participation_ratio                         # noqa: E402
-from salt.loss import policy_loss                                                                       # noqa: E402
-from salt.models import (encode_prompt, forward_logprobs, lm_head, load, resolve, response_mask, score,     # noqa: E402
+from salt.advantages import group_advantages, salt_advantages
+from salt.data import INSTRUCTION
+from salt.errors import Parser, UserError, run
+from salt.geometry import dominant_rank, dominant_subspace, participation_ratio
+from salt.loss import policy_loss
+from salt.models import (encode_prompt, forward_logprobs, lm_head, load, resolve, response_mask, score,
                          unpack)
-from salt.proxy import lm_head_gram                                                                     # noqa: E402
-from salt.reward import math_reward                                                                     # noqa: E402
-from salt.rollout import Rollouts, TransformersSampler                                                  # noqa: E402
-from toy.arithmetic import problems, question                                                           # noqa: E402
-from toy.cancellation import claim, new_figure, verdict                                                 # noqa: E402
+from salt.proxy import lm_head_gram
+from salt.reward import math_reward
+from salt.rollout import Rollouts, TransformersSampler
+from toy.arithmetic import problems, question
+from toy.cancellation import claim, new_figure, verdict
 
 SAMPLED, SCORED = 0.6, {"matched": 0.6, "mismatched": 1.0}
 BUDGET = 2 ** 30                  # bytes of per-response gradients held at a time

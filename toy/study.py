@@ -37,8 +37,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from salt.errors import Parser, UserError, run                                                          # noqa: E402
-from toy.arithmetic import HARD, WarmStart, warm_start                                                  # noqa: E402
+from salt.errors import Parser, UserError, run
+from toy.arithmetic import HARD, WarmStart, warm_start
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (2025, 2026, 2027, 2028, 2029)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from salt.errors import Parser, run                                                    # noqa: E402
-from toy.arithmetic import WarmStart, problems, question, warm_start                   # noqa: E402
+from salt.errors import Parser, run
+from toy.arithmetic import WarmStart, problems, question, warm_start
 
 PROMPTS, GROUP, HELD_OUT = 16, 8, 64
 

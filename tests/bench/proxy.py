@@ -27,10 +27,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from salt.advantages import salt_advantages                                    # noqa: E402
-from salt.geometry import dominant_rank, dominant_subspace                     # noqa: E402
-from salt.metrics import command_line                                          # noqa: E402
-from salt.proxy import lm_head_gram, token_statistics                          # noqa: E402
+from salt.advantages import salt_advantages
+from salt.geometry import dominant_rank, dominant_subspace
+from salt.metrics import command_line
+from salt.proxy import lm_head_gram, token_statistics
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 clock_name = "wall"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from salt import code_tasks         # noqa: E402
-from salt.reward import RewardPool  # noqa: E402
+from salt import code_tasks
+from salt.reward import RewardPool
 
 
 def integers(generator: random.Random) -> tuple[str, str]:

@@ -32,9 +32,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from salt.errors import Parser, UserError, run as run_program                          # noqa: E402
-from salt.metrics import provenance                                                    # noqa: E402
-from toy.arithmetic import EOS, PAD, WarmStart, make_model, problems, question         # noqa: E402
+from salt.errors import Parser, UserError, run as run_program
+from salt.metrics import provenance
+from toy.arithmetic import EOS, PAD, WarmStart, make_model, problems, question
 
 PINS = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "accelerate==1.15.0")
 PROMPTS, GROUP, UPDATES, LONGEST, VOCABULARY = 32, 8, 2, 32, 128
@@ -164,7 +164,8 @@ class Run:
         own.mkdir()
         ended = subprocess.run([*self.command, own], capture_output=True, text=True, env=self.environment)
         if ended.returncode or not ended.stdout:
-            raise UserError(f"the run {self.name!r} failed: {(ended.stderr.strip().splitlines() or ['no message'])[-1]}")
+            said = ended.stderr.strip().splitlines() or ["no message"]
+            raise UserError(f"the run {self.name!r} failed: {said[-1]}")
         reply = json.loads(ended.stdout)
         self.versions = reply["versions"]
         self.blocks.append(reply["steps"])

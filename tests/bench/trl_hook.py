@@ -26,10 +26,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
 
-from step_time import GROUP, KL, LONGEST, LR, PROMPTS, TEMPERATURE, make_folder, parity    # noqa: E402
+from step_time import GROUP, KL, LONGEST, LR, PROMPTS, TEMPERATURE, make_folder, parity
 
-from salt.errors import Parser, UserError, run                                         # noqa: E402
-from toy.arithmetic import problems, question                                          # noqa: E402
+from salt.errors import Parser, UserError, run
+from toy.arithmetic import problems, question
 
 RUNS = ("stock", "SALT", "stock again")
 CASES = {"two updates": 2, "one update": 1}
