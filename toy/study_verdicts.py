@@ -72,7 +72,7 @@ def verdicts(runs: Runs) -> list[list[str]]:
     for claim, name, metric, positive in (("α_t grows with G, in training", "grpo+salt", "alpha_t", True),
                                           ("the base's n_eff falls with G, in training", "grpo", "n_eff", False)):
         sizes, slope = runs.per_doubling(name, metric)
-        line(claim, f"{metric}, {name}, per doubling of G ({sizes}): {slope.text('.2f', True)}", slope, positive)
+        line(claim, f"{metric}, {name}, per doubling of G ({sizes}): {slope.text('.3f', True)}", slope, positive)
     sizes, slope = runs.per_doubling("grpo+salt", "avg@8 %", base="grpo")
     line("SALT's gain is larger at larger G", f"avg@8 %, gain per doubling of G ({sizes}): {slope.text('.1f', True)}",
          slope)
