@@ -13,7 +13,6 @@ train on their share of each mini-batch, and hold a shard of the model (salt/dis
 in which every share is the whole.
 """
 import contextlib
-import copy
 import dataclasses
 import os
 import signal
@@ -193,15 +192,17 @@ def build(config: Config, device: torch.device, cleanup: contextlib.ExitStack):
     """Policy, frozen reference (None without KL, or with adapters), tokenizer, sampler, largest gap it may show."""
     source = distributed.compute_once(lambda: models.resolve(config.model, seed=config.seed))
     low = config.precision == "bfloat16" or config.precision is None and device.type == "cuda"
-    compute = torch.bfloat16 if low else None
+    sharded = device.type == "cuda" or distributed.world_size() > 1
+    compute = torch.bfloat16 if low and sharded else None                    # one CPU process computes in its weights
     master = torch.bfloat16 if low and config.lora_rank else torch.float32
-    model, tokenizer = models.load(source, dtype=master)
     reference = None
+    if config.kl_coef > 0 and not config.lora_rank:
+        # Loaded in its dtype, not cast: a cast takes the rotary frequencies along. First: the policy takes more memory.
+        reference = models.load(source, dtype=compute or master)[0].requires_grad_(False)
+        reference = distributed.place(reference, device, compute_dtype=compute)
+    model, tokenizer = models.load(source, dtype=master)
     if config.lora_rank:
         add_adapters(model, config.lora_rank, seed=config.seed)
-    elif config.kl_coef > 0:
-        reference = copy.deepcopy(model).to(compute or master).requires_grad_(False)
-        reference = distributed.place(reference, device, compute_dtype=compute)
     model = distributed.place(model, device, compute_dtype=compute, checkpoint_layers=config.checkpoint_layers)
     backend = choose_backend(config.rollout, gpu=device.type == "cuda")
     sampler = make_sampler(backend, model, tokenizer, source, context=config.max_prompt + config.max_response,
@@ -361,7 +362,8 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
 
         # ---- loss, backward, clip, step: one update per mini-batch
         checked = (config.model == "tiny" and config.diagnostics == "on" and not head.tied and not config.lora_rank
-                   and config.regularizer != "clip-cov" and not isinstance(head.weight, DTensor))
+                   and config.regularizer != "clip-cov" and not config.gram_tolerance
+                   and not isinstance(head.weight, DTensor))
         losses = []
         with clock("update"):
             for index, members in enumerate(mini_batches):
@@ -374,6 +376,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
                                      frozen[index] if frozen else None, first=index == 0,
                                      seed=stable_seed(config.seed, "clip-cov", step, index),
                                      head_check=checked and index == 0, correction=correction))
+            optimizer.zero_grad(set_to_none=True)                               # a GPU's sampler needs the room
         if checked and grams[0].isfinite().all():
             members = mini_batches[0]
             predicted, uncancelled = (
@@ -386,7 +389,7 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
         # ---- sync, log, save
         with clock("sync"):
             sampler.sync(merged_weights(model))
-        right = torch.tensor(verdicts).view(-1, config.group_size).mean(1)                                 # (B,)
+        right = torch.tensor(judged).view(-1, config.group_size).mean(1)                # also groups that DAPO dropped
         record = {"step": step, "epoch": stream.state()["epoch"], "prompts": stream.taken,
                   "reward": rewards.mean().item(), "pass_rate": sum(judged) / len(judged),
                   "all_right": (right == 1).float().mean().item(), "all_wrong": (right == 0).float().mean().item(),
@@ -403,7 +406,9 @@ def train(config: Config, resume: Path | None, problems: list[Problem], pool, de
             with clock("evaluate"):
                 record |= evaluate()
         seconds = clock.seconds | {"total": round(time.perf_counter() - started, 4)}
-        log(record | {"system": throughput(seconds, int(lengths.sum()), total - step) | {
+        drawn = int(lengths.sum()) * len(judged) // len(verdicts)                # DAPO: as if the dropped were alike
+        steps_left = min(total - step, (budget - stream.taken) * step // stream.taken)
+        log(record | {"system": throughput(seconds, drawn, steps_left) | {
             "seconds": seconds, "reward_restarts": pool.restarts, "reward_timeouts": pool.timeouts}})
         if main_process and config.samples_every and (step % config.samples_every == 0 or last):
             asked = tokenizer.batch_decode(rollouts.prompts)

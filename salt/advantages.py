@@ -49,7 +49,7 @@ def group_advantages(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1) -> Te
 
 @dataclass(frozen=True)
 class Reweighted:
-    """What SALT makes of the advantages. From `reweight`, alpha … finite hold one value per block, (blocks,)."""
+    """What SALT makes of the advantages. From `reweight`, alpha … signal hold one value per block, (blocks,)."""
     coefficients: Tensor                 # (m,)  a' = main + alpha · exploration, Eq. 18
     main: Tensor                         # (m,)
     exploration: Tensor                  # (m,)
@@ -59,6 +59,7 @@ class Reweighted:
     n_eff: float | Tensor
     basis: Tensor                        # (m, rank) float64; from `reweight` (m, Σ rank), zero outside the own block
     finite: bool | Tensor                # False: K held NaN or inf
+    signal: bool | Tensor                # False: a is 0, n_eff then 0/0
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def salt_advantages(gram: Tensor, advantages: Tensor, variant: str = "salt", *, 
         nothing = torch.zeros(m, 0, dtype=torch.float64)
         ratio = 0.0 if finite else float("nan")
         return Reweighted(advantages.detach(), advantages.detach(), torch.zeros_like(advantages), 0.0, 0, ratio, ratio,
-                          nothing, finite)
+                          nothing, finite, bool(a.any()))
 
     maximum = min(m if rank_max is None else rank_max, m - 1 if below_full else m)
     rank = dominant_rank(gram, scale=rank_scale, maximum=maximum)                       # Eq. 14; Alg. 1, l.5
@@ -206,7 +207,7 @@ def salt_advantages(gram: Tensor, advantages: Tensor, variant: str = "salt", *, 
     mix, main, exploration = VARIANTS[variant](channels)                                # Alg. 1, l.6–7
     main, exploration = main.to(advantages), exploration.to(advantages)
     return Reweighted(main + mix * exploration, main, exploration, mix, rank,           # Eq. 18; Alg. 1, l.9
-                      channels.participation_ratio, n_eff, channels.basis, finite)
+                      channels.participation_ratio, n_eff, channels.basis, finite, bool(a.any()))
 
 
 def scope_blocks(scope: str | int, m: int, group_size: int, generator: torch.Generator | None = None) -> list[Tensor]:
@@ -266,4 +267,4 @@ def reweight(gram: Tensor, advantages: Tensor, blocks: list[Tensor], variant: st
 
     return Reweighted(vector("coefficients"), vector("main"), vector("exploration"), column("alpha"), column("rank"),
                       column("participation_ratio"), column("n_eff"),
-                      placed(torch.block_diag(*(part.basis for part in parts))), column("finite"))
+                      placed(torch.block_diag(*(part.basis for part in parts))), column("finite"), column("signal"))

@@ -253,7 +253,7 @@ def geometry_metrics(gram: Tensor, advantages: Tensor, group_size: int, coeffici
         of = lambda part, whole: (part.sum() / whole.sum().clamp_min(1e-30)).item()
         weight, mixed = coefficients.square(), (coefficients - reweighted.main).square()
         inside = (reweighted.basis.T @ advantages.to(reweighted.basis)).square()                             # P_k a
-        told = reweighted.n_eff > 0                     # a block without a signal has n_eff = 0/0, and no α to speak of
+        told = reweighted.signal & (reweighted.rank > 0)          # without a signal n_eff is 0/0, and α means nothing
         record |= update_deviation(gram, advantages, coefficients, reweighted.basis)
         record |= {"rank": reweighted.rank.double().mean().item(),
                    "rank_share": reweighted.rank.sum().item() / len(advantages),

@@ -35,7 +35,7 @@ from salt import distributed
 from salt.errors import UserError
 from salt.hooks import check_head
 from salt.loss import entropy_from_logits
-from salt.proxy import token_statistics
+from salt.proxy import WideProduct, token_statistics
 from salt.rollout import Rollouts
 
 CHUNK_ELEMENTS = 2 ** 26                                   # logits held at a time: 256 MiB in float32
@@ -249,8 +249,11 @@ def response_states(model, prompts: list[list[int]], responses: list[list[int]])
 
 def _chunk_logprobs(hidden: Tensor, tokens: Tensor, weight: Tensor, bias: Tensor | None, temperature: float,
                     with_entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight, bias)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    if hidden.dtype in (torch.float32, torch.float64):
+        logits = F.linear(hidden, weight, bias) / temperature
+    else:
+        logits = WideProduct.apply(hidden, weight)
+        logits = (logits if bias is None else logits + bias) / temperature
     logsumexp = logits.logsumexp(-1)
     logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logsumexp                          # Eq. 1
     return logprobs, entropy_from_logits(logits, logsumexp) if with_entropy else torch.zeros_like(logprobs)

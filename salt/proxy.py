@@ -59,6 +59,7 @@ HOST_TOKENS = 2 ** 12         # tokens of a batch of responses on the CPU: its r
 DEVICE_TOKENS = 2 ** 16       # and on an accelerator, where launches cost more than memory traffic
 PADDING = 1 / 8               # a batch's shortest response is shorter than its longest by at most this share
 SLICE = 2 ** 12               # longest inner product in float32 on the way to K; longer sums go on in float64
+NORM_ROWS = 4096              # tokens whose norms are taken at once
 ROUNDING = 4                  # allowance of the certified bounds, in units of eps·(1 + |lse|) per token
 
 
@@ -324,6 +325,24 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
+class WideProduct(torch.autograd.Function):
+    """hidden @ weightᵀ as `_product` has it, in float32 for half precision, for the loss: (n, d), (V, d) -> (n, V).
+
+    What F.linear returns in half precision is rounded to 8 bits, so π / π_old would not be 1 where π is π_old.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _product(_computable(hidden), _computable(weight).T)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        gradient, wanted = gradient.to(hidden.dtype), ctx.needs_input_grad
+        return gradient @ weight if wanted[0] else None, gradient.T @ hidden if wanted[1] else None
+
+
 def _batched_product(left: Tensor, right: Tensor) -> Tensor:
     """The same for batches of matrices."""
     if left.dtype == torch.bfloat16:
@@ -367,7 +386,8 @@ def filter_terms(hidden: Tensor, sizes: Tensor, scale: Tensor, logsumexp: Tensor
                  delta_norms: Tensor) -> tuple[Tensor, Tensor]:
     """‖δ_t‖‖h_t‖ / (τ T_i) (N,), and the allowance for rounding of each feature (m,); float64 on the CPU."""
     unit = torch.finfo(torch.float64 if hidden.dtype == torch.float64 else torch.float32).eps
-    norms = torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float64).cpu() * scale.repeat_interleave(sizes)
+    norms = torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).cpu()      # float64 copies, in parts
+                       for rows in hidden.split(NORM_ROWS)]) * scale.repeat_interleave(sizes)
     noise = ROUNDING * unit * (1 + logsumexp.cpu().double().abs())
     responses = torch.arange(len(sizes)).repeat_interleave(sizes)
     rounding = torch.zeros_like(scale).index_add_(0, responses, norms * noise)

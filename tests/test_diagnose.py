@@ -69,6 +69,8 @@ def test_words_follow_the_numbers():
     assert "Updates cancel" in words[1] and "more slowly" in words[1]
     nothing_cancels = {"finite": 1.0, "signal": 1.0, "n_eff": 2.7, "alpha": 0.0, "kept": 0.5, "rank_share": 0.1}
     assert "Nothing cancels (n_eff 2.70): alpha_t is 0.00" in in_words(nothing_cancels)[0]
+    here_and_there = in_words(nothing_cancels | {"alpha": 0.01})[0]                       # means over blocks
+    assert here_and_there.startswith("Updates cancel in some blocks, not on average (n_eff 2.70)")
 
 
 def test_report_shows_the_asked_scope_first():

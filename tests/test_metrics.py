@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from salt.advantages import reweight
 from salt.errors import UserError
-from salt.metrics import RunDirectory, Tracker, check_tracker, command_line, sample_table, throughput
+from salt.metrics import RunDirectory, Tracker, check_tracker, command_line, geometry_metrics, sample_table, throughput
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {"model": "tiny", "lr": 1e-4, "salt": None, "rank_below_full": False}
@@ -132,3 +133,11 @@ def test_the_recorded_command_line_names_no_folder_of_this_machine(tmp_path):
              "--lr", "1e-4", "--regularizer=none"]
     assert command_line(asked) == ["train.py", "--model", "model", "--output=run", "--data-dir", "../data", "--lr",
                                    "1e-4", "--regularizer=none"]
+
+
+def test_alpha_is_the_mean_over_blocks_with_a_signal():
+    """Also where a block's updates cancel altogether: n_eff is 0 there as it is without a signal, but α is 1."""
+    cancels, apart = torch.ones(2, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    gram, a = torch.block_diag(cancels, apart, apart), torch.tensor([0.7, -0.7, 0.7, -0.7, 0.0, 0.0])
+    new = reweight(gram, a, list(torch.arange(6).split(2)))
+    assert geometry_metrics(gram, a, 2, new.coefficients, new)["alpha"] == 0.5

@@ -393,8 +393,9 @@ def check_hostile(answers: list[str], golds: list[str], timeout: float) -> None:
     def watch_memory(stop: threading.Event) -> None:
         while not stop.wait(0.05):
             for pid in children(os.getpid()):
-                status = Path(f"/proc/{pid}/status")
-                if status.exists():   # Linux; elsewhere the limits alone are tested
+                status, command = Path(f"/proc/{pid}/status"), Path(f"/proc/{pid}/cmdline")
+                # Linux; elsewhere the limits alone are tested. Until its exec a new process has the size of this one.
+                if status.exists() and b"salt.reward" in command.read_bytes():
                     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
                     peaks.append(int(lines.get("VmPeak", "0 kB").split()[0]) * 1024)
 

@@ -341,7 +341,7 @@ def test_differences_are_paired_by_seed_with_both_intervals():
 @pytest.mark.parametrize("values, positive, told", [
     ([1, 1.1, 0.9], True, "holds"), ([1, 1.1, 0.9], False, "does not hold"), ([-1, -1.1, -0.9], True, "does not hold"),
     ([-1, 1, 0.5], True, "cannot be tested at this size"), ([3], True, "cannot be tested at this size"),
-    ([], True, "not run")])
+    ([0, 0, 0], True, "does not hold"), ([0], True, "cannot be tested at this size"), ([], True, "not run")])
 def test_verdicts(values, positive, told):
     assert study_verdicts.judge(study_measures.interval(values), positive) == told
 
@@ -430,7 +430,7 @@ def test_diagnose_quotes_the_map():
     assert f"({half[1]} such cells; SALT lost in {half[2]}, at most {half[3]}, and in one with" in ON_THE_MAP["half"]
     assert half[4] == "1"
     told = f"({little[1]} such cells; it lost in {little[2]}, up to {little[3][:4]}, and in {little[4]} with"
-    assert told in ON_THE_MAP["little"] and little[6] == "0 / 3"
+    assert told in ON_THE_MAP["little"] and little[6] == "0 / 2"
 
 
 def test_each_row_says_how_to_get_it_again():

@@ -78,7 +78,7 @@ def stack(bandits: list[Bandit]) -> Stack:
 
 def salt_batched(gram: Tensor, a: Tensor, interpolate: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """`salt.advantages.salt_advantages` on a batch: (..., m, m), (..., m) -> a' (..., m) and k_t/m, n_eff, α_t, and the
-    share of ‖a‖² that P_k keeps (...)."""
+    share of ‖a‖² that P_k keeps, and whether a is not 0 (...)."""
     m = a.shape[-1]
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     ratio = diagonal.sum(-1).square() / gram.square().sum((-2, -1)).clamp_min(1e-300)                     # Eq. 5
@@ -98,7 +98,8 @@ def salt_batched(gram: Tensor, a: Tensor, interpolate: bool) -> tuple[Tensor, di
     if interpolate:
         coefficients = coefficients + (1 - weight) * (a - main)
     share = main.square().sum(-1) / a.square().sum(-1).clamp_min(1e-300)
-    return coefficients, {"rank_share": rank / m, "n_eff": n_eff, "alpha": alpha, "kept": share}
+    return coefficients, {"rank_share": rank / m, "n_eff": n_eff, "alpha": alpha, "kept": share,
+                          "signal": (a != 0).any(-1).double()}
 
 
 def reweighted(method: str, scores: Tensor, a: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,7 +120,7 @@ def expected_reward(bandits: Stack, theta: Tensor) -> Tensor:
 
 
 def train(method: str, bandits: Stack, signal: float, rates: Tensor, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Expected reward after `steps` updates: (S, L); and what decided a', means over seeds and steps: (L,) each.
+    """Expected reward after `steps` updates: (S, L); and what decided a', means over all K that had a signal: (L,).
 
     The uniform numbers behind responses and noise depend on neither method nor learning rate.
     """
@@ -142,10 +143,12 @@ def train(method: str, bandits: Stack, signal: float, rates: Tensor, steps: int)
         a = group_advantages(rewards.flatten(0, 2)).view_as(rewards)                                  # Eq. 2
         coefficients, found = reweighted(method, scores, a)
         for name, values in found.items():
-            facts.setdefault(name, []).append(values.transpose(0, 1).flatten(1).mean(1))
+            facts.setdefault(name, []).append((values * found["signal"]).transpose(0, 1).flatten(1).sum(1))
         update = torch.einsum("slbg,slbgd->sld", coefficients, scores) / (prompts * GROUP)            # Eq. 58
         theta = theta + rates.view(1, -1, 1) * update
-    return expected_reward(bandits, theta), {name: torch.stack(values).mean(0) for name, values in facts.items()}
+    totals = {name: torch.stack(values).sum(0) for name, values in facts.items()}
+    told = totals.pop("signal", None)
+    return expected_reward(bandits, theta), {name: total / told for name, total in totals.items()}
 
 
 def difference(prefix: str, rewards: Tensor, base: Tensor) -> dict[str, float]:

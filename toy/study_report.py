@@ -2,11 +2,12 @@
 
 Intervals are 95 %, over seeds: the test problems are the same for all. Over five seeds a percentile bootstrap, which
 the paper uses, covers about 84 %: Student's t decides the verdicts and the bootstrap stands beside it. Differences are
-paired by seed. Accuracies are of the last step, alpha_t, kept, exploration, "n_eff of a" and the clip fraction means
-over the run, s/step a median; everything else is "late", the mean over the last fifth of a run. A verdict is
+paired by seed. Accuracies and prompts are of the last step ("before": of the first), alpha_t, kept, exploration,
+"n_eff of a", the clip fraction and the whole table of the tiny model's points means over the run, s/step and geometry %
+medians; everything else is "late", the mean over the last fifth of a run. A verdict is
 
     holds                             the interval lies on the claim's side
-    does not hold                     it lies on the other side
+    does not hold                     it lies on the other side, or every seed gave exactly 0
     cannot be tested at this size     it contains 0: this many seeds of this length cannot tell
 
 One interval in twenty misses by chance. The lines share runs (every `grpo+…` line those of `grpo`), so misses come
@@ -29,9 +30,10 @@ from toy.study_measures import (COLUMNS, DIFFERENCE, METRICS, NOTHING, PAPER, PO
 from toy.study_verdicts import NOT_RUN, proxy_line, verdicts
 
 MAP_SAYS = {"most": "much the same", "half": "the border", "little": "slower"}
-MAP_NOTE = ("Every cell is a contextual bandit (toy/regimes.py); k_t/m and n_eff are means over its own run. One "
-            "interval in twenty misses by chance, and the best and worst of many are picked: their intervals say too "
-            "much. At one learning rate a smaller a' is also a smaller step; the tuned rates make up for that.")
+MAP_NOTE = ("Every cell is a contextual bandit (toy/regimes.py); k_t/m and n_eff are means over its run at the "
+            "common learning rate. One interval in twenty misses by chance, and the best and worst of many are picked: "
+            "their intervals say too much. At one learning rate a smaller a' is also a smaller step; the tuned rates "
+            "make up for that.")
 
 
 def markdown(lines: list[list[str]]) -> list[str]:
