@@ -59,7 +59,7 @@ class Reweighted:
     n_eff: float | Tensor
     basis: Tensor                        # (m, rank) float64; from `reweight` (m, Σ rank), zero outside the own block
     finite: bool | Tensor                # False: K held NaN or inf
-    signal: bool | Tensor                # False: a is 0, n_eff then 0/0
+    signal: bool | Tensor = True         # False: a is 0, n_eff then 0/0
 
 
 @dataclass(frozen=True)

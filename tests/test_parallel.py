@@ -175,7 +175,8 @@ def test_two_processes_go_on_where_one_stopped(tiny_folder, undisturbed, tmp_pat
 def test_in_bfloat16_the_first_update_is_on_policy(tiny_folder, tmp_path):
     """The frozen reference is the policy still, rotary frequencies included, and pi / pi_old is 1 up to the arithmetic
     of the two passes."""
-    ended = program(tiny_folder, tmp_path / "run", *FLAGS, "--steps", "1", "--precision", "bfloat16", "--mini-batch", "4")
+    flags = *FLAGS, "--steps", "1", "--mini-batch", "4", "--precision", "bfloat16"
+    ended = program(tiny_folder, tmp_path / "run", *flags)
     assert ended.returncode == 0, ended.stderr[-3000:]
     record, = lines(tmp_path / "run")
     assert record["kl"] == 0 and abs(record["ratio_minus_one"]) < 1e-5 and record["grad_norm"] > 0
