@@ -25,6 +25,7 @@ Departures from the paper
 import datetime
 import os
 import sys
+import time
 from functools import partial
 from types import MethodType
 from typing import Any, Callable, TypeVar
@@ -43,6 +44,7 @@ Value = TypeVar("Value")
 
 
 TIMEOUT = datetime.timedelta(minutes=60)               # of one collective: ranks wait for the longest responses
+LINGER = 0.5                                           # seconds; the threads need milliseconds
 
 
 def start() -> torch.device:
@@ -66,9 +68,15 @@ def start() -> torch.device:
 
 
 def stop() -> None:
-    """Leave the group."""
+    """Leave the group, and let its threads let go of their tensors.
+
+    DTensor's caches keep a mesh and with it the group, so that destroying it does not join gloo's threads. One that
+    drops the last collective's tensors while Python shuts down wants a lock that is gone, and takes the process with it
+    (SIGABRT, pytorch/pytorch#190489); here it can still have it.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(LINGER)
 
 
 def place(model: nn.Module, device: torch.device, *, compute_dtype: torch.dtype | None = None,

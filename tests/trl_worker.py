@@ -13,6 +13,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from salt import distributed
 from salt.errors import UserError
 from salt.trl_hook import SaltGRPOTrainer
 from toy.arithmetic import problems, question
@@ -98,6 +99,7 @@ def main(folder: Path) -> None:
     except UserError as error:
         refused = str(error)
     torch.save({"batches": trainer.batches, "refused": refused}, folder / f"rank{rank}.pt")
+    distributed.stop()
 
 
 if __name__ == "__main__":

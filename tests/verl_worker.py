@@ -33,6 +33,7 @@ class OnCpu(PlatformCUDA):
 
 
 set_platform(OnCpu())
+from salt import distributed
 from salt.errors import UserError
 from salt.verl_hook import SaltEngine, SaltTrainer
 from verl.trainer.config import CheckpointConfig
@@ -109,7 +110,7 @@ def main(folder: Path) -> None:
         except UserError as error:
             found[name] = str(error)
     torch.save(found, folder / f"rank{os.environ['RANK']}.pt")
-    dist.destroy_process_group()
+    distributed.stop()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from salt import distributed
 from salt.models import forward_logprobs, load, logprobs_only
 from salt.rollout import make_sampler, sampler_gap
 
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
     drawn = sampler.generate(prompts, 4, temperature=TEMPERATURE, max_tokens=20, seed=100 + rank)
     found["gaps"].append(sampler_gap(drawn, logprobs_only(model, drawn, TEMPERATURE)))
     torch.save(found | {"responses": drawn.responses, "weights": model.state_dict()}, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    distributed.stop()
 
 
 if __name__ == "__main__":
