@@ -10,6 +10,7 @@ Departures from the paper
 import argparse
 import dataclasses
 import math
+import os
 import time
 import typing
 from dataclasses import dataclass, field
@@ -114,6 +115,11 @@ RELEASED_CODE = {"salt_scope": 8, "length_norm": "sum", "rank_max": 64, "rank_be
 PAPER = {"salt_scope": "mini-batch", "length_norm": "mean", "rank_below_full": False}
 MAY_CHANGE = ("steps", "save_every", "workers", "tracker", "samples_every", "vllm_memory",
               "sampler_gap_limit")                                     # on --resume
+READ_WITH = {"alpha": ("salt", "fixed-alpha"), "entropy_coef": ("regularizer", "entropy")} | dict.fromkeys(
+    ("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("regularizer", "clip-cov")) | dict.fromkeys(
+    ("kl_cov_ratio", "kl_cov_coef"), ("regularizer", "kl-cov"))        # flags that one setting of another reads
+GEOMETRY = ("salt_preset", "salt_scope", "salt_signal_only", "length_norm", "rank_scale", "rank_max",
+            "rank_below_full")
 MAY_BE_ZERO = ("seed", "top_k", "eval_every", "lora_rank", "samples_every")
 MAY_BE_INFINITE = ("max_grad_norm", "clip_high")
 
@@ -140,7 +146,7 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]
         if item.name == "salt":
             extra |= {"nargs": "?", "const": "salt"}
         default = "" if item.default is None else f" (default {item.default})"
-        parser.add_argument(f"--{item.name.replace('_', '-')}", default=argparse.SUPPRESS, **extra,
+        parser.add_argument(flag(item.name), default=argparse.SUPPRESS, **extra,
                             help=(item.metadata["help"] + default).replace("%", "%%"))
     given = vars(parser.parse_args(argv))
     resume, hardware = given.pop("resume"), {name: given.pop(name) for name in ("gpus", "gpu_memory")}
@@ -159,7 +165,27 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]
                             f"{recorded.get(changed[0])!r} there, not {given[changed[0]]!r}")
         config = Config(**recorded | {k: v for k, v in given.items() if k in MAY_CHANGE})
     validate(config)
+    for name in sorted(given.keys() & READ_WITH.keys()):
+        other, value = READ_WITH[name]
+        if getattr(config, other) != value:
+            raise WrongFlag(f"{flag(name)}: only --{other} {value} reads it")
+    unread = [flag(name) for name in GEOMETRY if name in given]
+    if unread and not (config.salt or diagnose or resume):
+        if config.diagnostics == "off":
+            raise WrongFlag(f"{unread[0]}: without --salt only the diagnostics read it, and they are off")
+        say(f"no --salt: the advantages stay {config.algo.upper()}'s; {' and '.join(unread)} "
+            f"{'decides' if len(unread) == 1 else 'decide'} what the diagnostics measure")
     return config, resume, SimpleNamespace(plan=hardware if planned else None, diagnose=diagnose)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def say(line: str) -> None:
+    """Once, not by each process of a run: they have not met yet."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line)
 
 
 def settle(given: dict) -> Config:
@@ -181,7 +207,7 @@ def settle(given: dict) -> Config:
         asked, context = config.max_response, models.PRESETS[name].context
         config.max_response = models.fit_context(config.max_prompt, asked, context)
         if config.max_response < asked:
-            print(f"--max-response {config.max_response} instead of {asked}: {name} holds {context} tokens in all")
+            say(f"--max-response {config.max_response} instead of {asked}: {name} holds {context} tokens in all")
     if config.output is None:
         names = Path(config.model).name, Path(config.dataset).stem, config.algo, config.salt
         config.output = f"runs/{'-'.join(filter(None, names))}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -192,15 +218,15 @@ def validate(config: Config) -> None:
     """One line for every configuration that cannot mean anything."""
     for item in dataclasses.fields(config):
         name, value, choices = item.name, getattr(config, item.name), item.metadata["choices"]
-        flag, least = f"--{name.replace('_', '-')} {value}", 0 if name in MAY_BE_ZERO else 1
+        asked, least = f"{flag(name)} {value}", 0 if name in MAY_BE_ZERO else 1
         if not isinstance(value, typing.get_type_hints(Config)[name]):
             raise WrongFlag(f"config.json: {name} is {value!r}, not of the type {item.type}")
         if choices and value is not None and value not in choices:
-            raise WrongFlag(f"{flag}: one of {', '.join(choices)}")
+            raise WrongFlag(f"{asked}: one of {', '.join(choices)}")
         if type(value) is int and name != "salt_scope" and value < least:
-            raise WrongFlag(f"{flag}: at least {least}")
+            raise WrongFlag(f"{asked}: at least {least}")
         if type(value) is float and not (0 <= value < math.inf or value == math.inf and name in MAY_BE_INFINITE):
-            raise WrongFlag(f"{flag}: a finite number that is not negative")
+            raise WrongFlag(f"{asked}: a finite number that is not negative")
     if config.seed >= 2 ** 63:
         raise WrongFlag(f"--seed {config.seed}: below 2 ** 63")
     if config.alpha > 1 or config.gram_tolerance >= 1 or not 0 < config.vllm_memory < 1:

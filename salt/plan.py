@@ -197,7 +197,7 @@ def plan(config, problems: int | None = None, *, gpus: int = 8, gpu_memory: floa
     lines += ["", *_table(parts, gpu_memory), ""]
     if config.rollout != "transformers":
         lines.append(_cache_line(config, shape, parts, gpus, gpu_memory))
-    lines += [*_workload(config, problems), *_division(config, gpus), ""]
+    lines += [_host_line(config, shape, gpus), *_workload(config, problems), *_division(config, gpus), ""]
     return "\n".join(lines + [shortfall(config, shape, gpus, gpu_memory) or "it fits"])
 
 
@@ -278,6 +278,13 @@ def _cache_line(config, shape: Shape, parts: dict[str, dict[str, float]], gpus: 
     more = f" (--vllm-memory may go up to {share:g})" if room < asked and share > config.vllm_memory else ""
     return (f"vLLM's cache: {response / GIB:.2f} GiB per response at full length; room for {room} of a GPU's {asked} "
             f"at a time{more}")
+
+
+def _host_line(config, shape: Shape, gpus: int) -> str:
+    """Each process reads all weights in their master dtype before they are sharded; nothing else of size stays there."""
+    size = (_width(config) if config.lora_rank else 4) * shape.parameters / GIB
+    return (f"host memory: {size:.1f} GiB per process while it reads the model, {gpus * size:.0f} GiB for {gpus} "
+            "process(es) on one machine")
 
 
 def _workload(config, problems: int | None) -> list[str]:

@@ -226,6 +226,7 @@ def test_the_report_of_the_papers_run():
                  # 7500 / 64 = 117.19; 2 · 7500 / 64 = 234.4; 7500 · 8 · 8192 = 491,520,000; ⌊15000 / 64⌋ = 234
                  "7,500 problems (published size), 117.2 steps and 234.4 updates, at most 491,520,000 sampled tokens",
                  "2 epoch(s), 234 steps and 468 updates", "64 prompts sampled at a time over 8 GPU(s): 8 each",
+                 "host memory: 28.4 GiB per process while it reads the model, 227 GiB for 8",        # 4 · 7.616e9 bytes
                  "256 responses of an update over 8 GPU(s): 32 each", "micro-batches of 8: 4 pass(es)"):
         assert part in text, part
     assert text.endswith("it fits")
@@ -233,6 +234,12 @@ def test_the_report_of_the_papers_run():
     sizes = {name: [float(value) for value in values.split()] for name, values in rows}
     assert sizes["master weights"] == [3.5] * 4                        # 4 · 7.616e9 / 8 bytes = 3.55 GiB
     assert all(abs(a + b - 80) < 0.11 for a, b in zip(sizes["together"], sizes["left"]))
+
+
+def test_adapters_need_less_host_memory():
+    """Half of 28.37 GiB: the frozen base is read in bfloat16."""
+    assert "host memory: 14.2 GiB per process while it reads the model, 57 GiB for 4" in plan(asked(lora_rank=8), gpus=4)
+    assert "host memory: 28.4 GiB" in plan(asked(lora_rank=8, precision="float32"), gpus=4)
 
 
 def test_the_columns_add_up():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from salt import models, rollout
-from salt.config import TINY
+from salt.config import TINY, parse
 from salt.errors import UserError
 from salt.metrics import RunDirectory
 from toy.arithmetic import warm_start
@@ -50,6 +50,10 @@ FLAGS = [
     ("--salt --rank-max 0", "rank-max"), ("--steps 0", "steps"), ("--steps -1", "steps"),
     ("--eval-every -1", "eval-every"), ("--eval-every 1 --dataset rows.jsonl", "--eval-dataset"),
     ("--seed 9223372036854775808", "2 ** 63"), ("--diagnose --resume runs/that", "--model runs/that/final"),
+    ("--alpha 0.3", "only --salt fixed-alpha reads it"), ("--salt --alpha 0.3", "only --salt fixed-alpha reads it"),
+    ("--regularizer kl-cov --clip-cov-low 0", "only --regularizer clip-cov reads it"),
+    ("--entropy-coef 0.1", "only --regularizer entropy reads it"),
+    ("--salt-scope group --diagnostics off", "--salt-scope: without --salt only the diagnostics read it"),
 ]
 
 
@@ -152,6 +156,19 @@ def test_a_row_whose_gold_does_not_parse_is_skipped_and_named(tiny_folder, tmp_p
 def test_a_data_set_that_the_tokenizer_cannot_spell_is_refused(tiny_folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "How much is 1+1?", "answer": "2"}\n')
     assert "cannot spell" in refused(tiny_folder, tmp_path / "run", "--dataset", str(tmp_path / "rows.jsonl"))
+
+
+def test_a_run_that_forgot_salt_is_told_so(capsys, monkeypatch):
+    parse(["--salt-preset", "released-code", "--rank-max", "4"])
+    said = capsys.readouterr().out
+    assert said == ("no --salt: the advantages stay GRPO's; --salt-preset and --rank-max decide what the diagnostics "
+                    "measure\n")
+    for flags in ([], ["--salt", "--rank-max", "4"], ["--diagnose", "--salt-scope", "group"]):
+        parse(flags)
+        assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "3")                                             # and only by one process
+    parse(["--rank-max", "4"])
+    assert capsys.readouterr().out == ""
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(tiny_folder, tmp_path, capsys):
