@@ -214,7 +214,8 @@ def check_sampler_gap(gap: dict[str, float], limit: float) -> None:
     if gap and not gap["sampler_gap"] <= limit:                                                    # NaN fails too
         raise SystemExit(f"the sampler's log-probabilities are {gap['sampler_gap']:.1e} nats from the trainer's (mean; "
                          f"largest {gap['sampler_gap_max']:.1e}, limit {limit:.1e}): it samples from stale weights or "
-                         "another distribution; the checkpoints are intact")
+                         "another distribution, or its kernels only round otherwise (--sampler-gap-limit); the "
+                         "checkpoints are intact")
 
 
 def sample_mixed_groups(config, sample, pool) -> tuple[Rollouts, list[float], list[float]]:
