@@ -281,7 +281,7 @@ def _cache_line(config, shape: Shape, parts: dict[str, dict[str, float]], gpus: 
 
 
 def _host_line(config, shape: Shape, gpus: int) -> str:
-    """Each process reads all weights in their master dtype before they are sharded; nothing else of size stays there."""
+    """Each process reads all weights in their master dtype before they are sharded; nothing of size stays there."""
     size = (_width(config) if config.lora_rank else 4) * shape.parameters / GIB
     return (f"host memory: {size:.1f} GiB per process while it reads the model, {gpus * size:.0f} GiB for {gpus} "
             "process(es) on one machine")
