@@ -165,16 +165,8 @@ def parse(argv: list[str] | None) -> tuple[Config, Path | None, SimpleNamespace]
                             f"{recorded.get(changed[0])!r} there, not {given[changed[0]]!r}")
         config = Config(**recorded | {k: v for k, v in given.items() if k in MAY_CHANGE})
     validate(config)
-    for name in sorted(given.keys() & READ_WITH.keys()):
-        other, value = READ_WITH[name]
-        if getattr(config, other) != value:
-            raise WrongFlag(f"{flag(name)}: only --{other} {value} reads it")
-    unread = [flag(name) for name in GEOMETRY if name in given]
-    if unread and not (config.salt or diagnose or resume):
-        if config.diagnostics == "off":
-            raise WrongFlag(f"{unread[0]}: without --salt only the diagnostics read it, and they are off")
-        say(f"no --salt: the advantages stay {config.algo.upper()}'s; {' and '.join(unread)} "
-            f"{'decides' if len(unread) == 1 else 'decide'} what the diagnostics measure")
+    if not resume:
+        refuse_unread(given, config, diagnose)
     return config, resume, SimpleNamespace(plan=hardware if planned else None, diagnose=diagnose)
 
 
@@ -186,6 +178,21 @@ def say(line: str) -> None:
     """Once, not by each process of a run: they have not met yet."""
     if os.environ.get("RANK", "0") == "0":
         print(line)
+
+
+def refuse_unread(given: dict, config: Config, diagnose: bool) -> None:
+    """WrongFlag for what was asked for and nothing reads; one line where only the diagnostics do."""
+    for name in sorted(given.keys() & READ_WITH.keys()):
+        other, value = READ_WITH[name]
+        if getattr(config, other) != value:
+            raise WrongFlag(f"{flag(name)}: only --{other} {value} reads it")
+    geometry = [flag(name) for name in GEOMETRY if name in given]
+    if not geometry or config.salt or diagnose:
+        return
+    if config.diagnostics == "off":
+        raise WrongFlag(f"{geometry[0]}: without --salt only the diagnostics read it, and they are off")
+    say(f"no --salt: the advantages stay {config.algo.upper()}'s; {' and '.join(geometry)} "
+        f"{'decides' if len(geometry) == 1 else 'decide'} what the diagnostics measure")
 
 
 def settle(given: dict) -> Config:
